@@ -95,6 +95,11 @@ def check_installed(package: str, reason: str) -> None:
         raise error from ModuleNotFoundError(package)
 
 
+def reason_in(error: Exception) -> str:
+    """The class of an error of a library, and its message: one line of at most 200 characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+
+
 def overflow_hint(dtype: object) -> str:
     """End of the message about a number that is not finite, in a model of the torch dtype
     `dtype`."""

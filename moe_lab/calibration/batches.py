@@ -9,7 +9,6 @@ import operator
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice, takewhile
 from typing import Any
 
@@ -192,17 +191,13 @@ class PackedRows:
     """
 
     def __init__(
-        self,
-        settings: CalibrationConfig,
-        tokenizer: Any,
-        encode: Callable[[Document, bool], tuple[list[int], list[bool]]],
+        self, settings: CalibrationConfig, tokenizer: Any, header: bool | None = None
     ) -> None:
         """Read the documents, and pack them into rows.
 
-        encode: function (document, whether to add special tokens) -> (token ids, a mark for each
-        id, for example whether it belongs to an answer). UserError for rows longer than the model
-        reads, for a source that cannot be read or is too short, and for a mixture whose shares of
-        tokens differ from the settings by more than TOLERANCE.
+        header: see `answer_batches`; None: no answers are marked. UserError for rows longer than
+        the model reads, for a source that cannot be read or is too short, and for a mixture whose
+        shares of tokens differ from the settings by more than TOLERANCE.
         """
         if settings.length > tokenizer.model_max_length:
             raise UserError(
@@ -211,12 +206,12 @@ class PackedRows:
             )
         self.settings = settings
         self.tokenizer = tokenizer
-        self._encode = encode
+        self.header = header
         self.sources = [
             Source(part, share, read(part)) for share, part in shares_and_sets(settings)
         ]
         self.ids: list[int] = []
-        self.marks: list[bool] = []
+        self.is_answer: list[bool] = []
         self._sources_of_positions: list[Source] = []
         self._exhausted_source: Source | None = None
         self.filler_id = _filler_id(settings, tokenizer)
@@ -228,10 +223,10 @@ class PackedRows:
         self._check_shares()
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield the batches as (token ids (B, S) int64, valid (B, S) bool, marks (B, S) bool).
-        valid is False at gaps and padding."""
+        """Yield the batches as (token ids (B, S) int64, valid (B, S) bool, answers (B, S) bool).
+        valid is False at gaps and padding. answers is True at the tokens of marked answers."""
         ids = torch.tensor(self.ids)
-        marks = torch.tensor(self.marks)
+        answers = torch.tensor(self.is_answer)
         size = self.settings.batch_rows
         for start in range(0, len(self.rows), size):
             positions = torch.tensor(self.rows[start : start + size])
@@ -239,7 +234,7 @@ class PackedRows:
             # GAP is -1, so ids[GAP] is the last id, which the filler id replaces. If filler_id is
             # None, all positions are valid.
             batch = ids[positions].masked_fill(~valid, self.filler_id or 0)
-            yield batch, valid, marks[positions] & valid
+            yield batch, valid, answers[positions] & valid
 
     def _pack(self) -> list[list[int]]:
         """Rows of positions: as many as the settings require, or fewer if a set has too few
@@ -287,17 +282,34 @@ class PackedRows:
         does not take its set far beyond the set's share."""
         yields_pieces = len(self.sources) > 1 and self.settings.packing == "chunk"
         for document in order_documents(source.read.documents, source.settings):
-            ids, marks = self._encode(document, source.settings.special_tokens)
+            ids, is_answer = self._encode(document, source.settings.special_tokens)
             if not ids:
                 continue
             positions = list(range(len(self.ids), len(self.ids) + len(ids)))
             self.ids += ids
-            self.marks += marks
+            self.is_answer += is_answer
             self._sources_of_positions += [source] * len(ids)
             source.documents_used += 1
             source.tokens_used += len(ids)
             step = self.settings.length if yields_pieces else len(positions)
             yield from (positions[start : start + step] for start in range(0, len(positions), step))
+
+    def _encode(self, document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
+        """(token ids of a document, for each id whether the token belongs to a marked answer)."""
+        if self.header is None:
+            ids = tokenize(document, self.tokenizer, special_tokens)
+            return ids, [False] * len(ids)
+        text, adds_special = document_text(document, self.tokenizer, special_tokens)
+        encoding = self.tokenizer(
+            text, add_special_tokens=adds_special, verbose=False, return_offsets_mapping=True
+        )
+        spans = list(_answer_spans(document, text, self.tokenizer, self.header))
+        # A token belongs to an answer if the two have a character in common.
+        is_answer = [
+            any(max(token_start, start) < min(token_end, end) for start, end in spans)
+            for token_start, token_end in encoding["offset_mapping"]
+        ]
+        return encoding["input_ids"], is_answer
 
     def _too_short_error(self) -> UserError:
         """The error for a set that has too few documents to fill all rows."""
@@ -338,13 +350,7 @@ class PackedRows:
 def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
     """The batches of a calibration set or mixture, with a report. The same settings and tokenizer
     give the same tensors. Raises the errors of `PackedRows`."""
-
-    def encode(document: Document, special_tokens: bool) -> tuple[list[int], list[bool]]:
-        """(token ids of the document, marks that nothing reads)."""
-        ids = tokenize(document, tokenizer, special_tokens)
-        return ids, [False] * len(ids)
-
-    packed = PackedRows(settings, tokenizer, encode)
+    packed = PackedRows(settings, tokenizer)
     return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
 
 
@@ -422,32 +428,13 @@ def answer_batches(
             "the model's tokenizer does not say which characters a token stands for, so answers "
             "cannot be marked: expected a fast tokenizer (a tokenizer.json)"
         )
-    encode = partial(encode_with_answers, tokenizer=tokenizer, header=header)
-    marked_batches = list(PackedRows(settings, tokenizer, encode).batches())
+    marked_batches = list(PackedRows(settings, tokenizer, header).batches())
     if not any(bool(answers.any()) for _, _, answers in marked_batches):
         raise UserError(
             f"calibration.length={settings.length}: no row of {settings.name} has words of an "
             "answer: expected tasks with answers, or longer rows"
         )
     return marked_batches
-
-
-def encode_with_answers(
-    document: Document, special_tokens: bool, *, tokenizer: Any, header: bool
-) -> tuple[list[int], list[bool]]:
-    """(token ids of a document, for each id whether the token belongs to an answer). header: see
-    `answer_batches`."""
-    text, adds_special = document_text(document, tokenizer, special_tokens)
-    encoding = tokenizer(
-        text, add_special_tokens=adds_special, verbose=False, return_offsets_mapping=True
-    )
-    spans = list(_answer_spans(document, text, tokenizer, header))
-    # A token belongs to an answer if the two have a character in common.
-    is_answer = [
-        any(max(token_start, start) < min(token_end, end) for start, end in spans)
-        for token_start, token_end in encoding["offset_mapping"]
-    ]
-    return encoding["input_ids"], is_answer
 
 
 def _answer_spans(

@@ -20,7 +20,7 @@ from typing import Any
 
 from moe_lab.calibration.documents import BLANK_LINE, Document, Documents, Text, has_answer
 from moe_lab.config import CalibrationConfig
-from moe_lab.errors import UserError, nearest
+from moe_lab.errors import UserError, nearest, reason_in
 from moe_lab.paths import PREFIX, local_path
 
 HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
@@ -219,10 +219,9 @@ def hub_rows(settings: CalibrationConfig) -> Iterator[tuple[str, Any]]:
 
 def _unreachable_error(path: str, error: Exception) -> UserError:
     """The error for a source that is no local file and could not be downloaded."""
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
     return UserError(
-        f"calibration.path={path} is no file here and could not be had from the hub ({reason}): "
-        "expected a file, or a data set's id while the hub can be reached"
+        f"calibration.path={path} is no file here and could not be had from the hub "
+        f"({reason_in(error)}): expected a file, or a data set's id while the hub can be reached"
     )
 
 
@@ -356,7 +355,7 @@ def _read_parquet(file: DataFile) -> Rows:
     try:
         records = parquet.read_table(pyarrow.BufferReader(file.content())).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
-        raise file.error(f"cannot be read: {str(error).splitlines()[0]}") from error
+        raise file.error(f"cannot be read: {reason_in(error)}") from error
     yield from ((f"{file.path} row {number}", record) for number, record in enumerate(records, 1))
 
 

@@ -258,10 +258,8 @@ def check_trained_top_k(model: ModelConfig, setting: str) -> None:
 def check_expected(numbers: Mapping[str, int], settings: ModelConfig) -> None:
     """Raise UserError for the first number that differs from `model.expected`. `numbers`: name in
     model.expected -> actual number."""
-    # the number of parameters comes last: it says least about the cause
-    for name, expected in sorted(
-        expected_numbers(settings).items(), key=lambda item: item[0] == "parameters"
-    ):
+    # the number of parameters, which comes last then, says least about the cause
+    for name, expected in reversed(expected_numbers(settings).items()):
         if (actual := numbers.get(name, expected)) != expected:
             raise UserError(
                 f"model={settings.name}: {settings.path} has {name}={actual}, but "

@@ -21,7 +21,7 @@ from moe_lab import json_files
 from moe_lab.child_process import ChildProcess, ErrorReply
 from moe_lab.config import ModelConfig
 from moe_lab.config.base import SettingsError, identity_fields
-from moe_lab.errors import Unavailable, UserError
+from moe_lab.errors import Unavailable, UserError, reason_in
 from moe_lab.models.checkpoint import (
     INDEX,
     check_no_pointer,
@@ -57,16 +57,13 @@ def sha256_of(file: Path) -> str:
     status = path.stat()
     if status.st_size < REMEMBERED_FROM:
         return _hash_file(path)
-    state = {"size": status.st_size, "changed": status.st_mtime_ns, "inode": status.st_ino}
-    record = cache_folder("hashes") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    state = [str(path), status.st_size, status.st_mtime_ns, status.st_ino]
+    record = cache_folder("hashes") / f"{json_files.digest(state)}.json"
     with suppress(OSError, json_files.Damaged):
-        entry: dict[str, Any] = json_files.read_sealed(record)
-        # no field of `state` has changed
-        if entry.items() >= state.items():
-            return str(entry["sha256"])
+        return str(json_files.read_sealed(record)["sha256"])
     sha256 = _hash_file(path)
     record.parent.mkdir(parents=True, exist_ok=True)
-    json_files.write_sealed(record, {"path": str(path), **state, "sha256": sha256})
+    json_files.write_sealed(record, {"path": str(path), "sha256": sha256})
     return sha256
 
 
@@ -494,13 +491,10 @@ def _download(setting: str, path: str, revision: str | None, patterns: Iterable[
     except (OSError, HFValidationError) as error:
         # all errors of the hub and of the network are OSErrors
         at_revision = f" at revision {revision}" if revision else ""
-        message = str(error).strip()
-        reason = message.splitlines()[0] if message else type(error).__name__
         error_type = UserError if is_hub_reachable() else Unavailable
         raise error_type(
             f"{setting}={path} is no folder, and the hub gave no such model{at_revision} "
-            f"({type(error).__name__}: "
-            f"{reason}): check the name, the revision and the network, or give a folder"
+            f"({reason_in(error)}): check the name, the revision and the network, or give a folder"
         ) from None
 
 

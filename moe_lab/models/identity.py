@@ -139,20 +139,15 @@ def check_tokenizer(model: Any, tokenizer: Any) -> None:
         raise UserError(
             f"tokenizer={tokenizer.name_or_path!r} is of another model: {len(mismatches)} tokens "
             f"differ from those of {folder}, such as {token!r}, which is "
-            f"{_entry(actual, token)} and expected to be {_entry(expected, token)}: give "
-            "the model's own tokenizer, or any_tokenizer=True"
+            f"{actual.get(token, 'missing')} and expected to be {expected.get(token, 'missing')}: "
+            "give the model's own tokenizer, or any_tokenizer=True"
         )
 
 
-def _vocabulary(tokenizer: Any) -> dict[str, tuple[int, bool]]:
-    """Token -> (id, whether the token is an added token)."""
+def _vocabulary(tokenizer: Any) -> dict[str, str]:
+    """Token -> its id, and whether it is an added token, such as "id 7, added"."""
     added = tokenizer.added_tokens_decoder  # id -> token
-    return {token: (number, number in added) for token, number in tokenizer.get_vocab().items()}
-
-
-def _entry(vocabulary: dict[str, tuple[int, bool]], token: str) -> str:
-    """The entry of a token in `vocabulary`, as text, such as "id 7, added"."""
-    if token not in vocabulary:
-        return "missing"
-    number, is_added = vocabulary[token]
-    return f"id {number}, added" if is_added else f"id {number}"
+    return {
+        token: f"id {number}, added" if number in added else f"id {number}"
+        for token, number in tokenizer.get_vocab().items()
+    }

@@ -26,7 +26,7 @@ from transformers.utils import logging
 import moe_lab.exported_code  # noqa: F401 - registers families that transformers lacks
 from moe_lab.config import ModelConfig
 from moe_lab.config.pruning import DEVICE_MAPS
-from moe_lab.errors import UserError, overflow_hint
+from moe_lab.errors import UserError, overflow_hint, reason_in
 from moe_lab.machine import processor
 from moe_lab.models import experts
 from moe_lab.models.checkpoint import (
@@ -97,9 +97,8 @@ def skeleton(
                 config, trust_remote_code=trust_remote_code, dtype=dtype
             )
     except Exception as error:  # noqa: BLE001 - whatever a family raises for wrong sizes and names
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(
-            f"{folder / 'config.json'} describes no model that can be built ({reason})"
+            f"{folder / 'config.json'} describes no model that can be built ({reason_in(error)})"
         ) from None
 
 
@@ -174,8 +173,7 @@ def _configuration(folder: Path, trust_remote_code: bool) -> Any:
             return AutoConfig.from_pretrained(folder, trust_remote_code=True)
         return configuration(content)
     except Exception as error:  # noqa: BLE001 - whatever a family raises for wrong fields
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"{file} is damaged: {reason}") from None
+        raise UserError(f"{file} is damaged: {reason_in(error)}") from None
 
 
 def has_causal_model(kind: str) -> bool:
@@ -238,9 +236,8 @@ def _load_weights(
         # only what moe_lab does not dequantise is expected to fail: a package may be missing
         if not weights.is_opaque or isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{source}: the installed transformers cannot load this model, {reason}"
+            f"{source}: the installed transformers cannot load this model, {reason_in(error)}"
         ) from None
     model, report = result
     check_shapes(source, report["mismatched_keys"])
@@ -339,9 +336,9 @@ def load_tokenizer(folder: Path, settings: ModelConfig) -> Any:
             # without tokenizer files, transformers makes a tokenizer with an empty vocabulary
             raise ValueError("transformers made one up")
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain Exception
-        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{folder} has no tokenizer that can be loaded: expected tokenizer.json ({reason})"
+            f"{folder} has no tokenizer that can be loaded: expected tokenizer.json "
+            f"({reason_in(error)})"
         ) from None
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:

@@ -280,11 +280,8 @@ class GroupedRows(Rows):
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (T, ...) of the `values` (S, ...) of each token's rows."""
-        return self.of_tokens(values).sum(1)
-
-    def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` (S, ...) -> (T, K, ...)."""
-        return values[self.positions].view(-1, self.top_k, *values.shape[1:])
+        of_tokens = values[self.positions].view(-1, self.top_k, *values.shape[1:])
+        return of_tokens.sum(1)
 
     def output(
         self,
@@ -298,11 +295,6 @@ class GroupedRows(Rows):
         gates = weights[self.token, self.column, None]
         output: torch.Tensor = _LinearMap.apply(f * gates, self.combine, self.gather)
         return output.to(hidden.dtype)
-
-    def outputs(
-        self, hidden: torch.Tensor, compute: Callable[[Any, torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        return self.of_tokens(compute(self, self.gather(hidden)))
 
     def weights(
         self, layer: MoELayer, tensors: Mapping[str, torch.Tensor] | None = None

@@ -16,7 +16,7 @@ from moe_lab.pruning.mask import mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.observe import Batch, pass_header
+from moe_lab.statistics.observe import Batch
 from moe_lab.statistics.streaming import LayerPass
 
 Sums = Mapping[str, torch.Tensor]
@@ -40,7 +40,7 @@ def prune_sequentially(
     layer_pass = LayerPass(
         streamed,
         batches,
-        pass_header(streamed.model, batches, "sequential"),
+        "sequential",
         len(streamed.layers),  # parts of the pass
         out,
     )

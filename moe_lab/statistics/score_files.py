@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_lab.errors import UserError, check_known
+from moe_lab.errors import UserError, check_known, reason_in
 from moe_lab.paths import local_path
 
 SCORES = ("score", "reap", "saliency", "count", "counts")
@@ -171,10 +171,9 @@ def read_table(path: str, column: str | None = None) -> pd.DataFrame:
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a library raises for another file
-        reason = " ".join(f"{error}".split())[:200]
         raise UserError(
             f"criterion.parameters.path={path} holds no scores that can be read as {suffix}: "
-            f"{reason}"
+            f"{reason_in(error)}"
         ) from None
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -135,13 +134,7 @@ def stream(
     to files in the folder `out`. An interrupted pass resumes after the last layer in the saved
     sums. `layer_context(layer)`: a context in which this MoE layer is run, such as a mask.
     """
-    layer_pass = LayerPass(
-        streamed,
-        batches,
-        pass_header(streamed.model, batches, hook.kind),
-        total=len(streamed.layers),
-        out=out,
-    )
+    layer_pass = LayerPass(streamed, batches, hook.kind, total=len(streamed.layers), out=out)
     with layer_pass.running():
         for number in range(layer_pass.done, len(streamed.layers)):
             context = (
@@ -171,7 +164,7 @@ def stream_gradients(
     layer_pass = LayerPass(
         streamed,
         batches,
-        pass_header(streamed.model, batches, hook.kind),
+        hook.kind,
         total=2 * n_layers + 1 - first_moe,
         out=out,
     )
@@ -215,25 +208,25 @@ class LayerPass:
     """Runs all batches through a streamed model, one decoder layer after the other.
 
     The pass has `total` parts. A part is one layer forward, one layer backward, or the loss, each
-    for all batches. `header` identifies the pass in the folder `out`.
+    for all batches. `kind`: the kind of its sums.
     """
 
     def __init__(
         self,
         streamed: StreamedModel,
         batches: Sequence[Batch],
-        header: Mapping[str, Any],
+        kind: str,
         total: int,
         out: Path,
     ) -> None:
-        """Read the sums and states that an interrupted pass with the same `header` saved in `out`.
-        Delete those that any other pass saved there."""
+        """Read the sums and states that the same pass saved in `out` when it was interrupted. Those
+        of any other pass are deleted. Errors as from `pass_header`."""
         self.streamed = streamed
         self.batches = batches
-        self.header = header
+        self.header = pass_header(streamed.model, batches, kind)
         self.total = total
         self.folder = out / "streamed"
-        self.done, self.sums = load_checkpoint(self.folder, header)
+        self.done, self.sums = load_checkpoint(self.folder, self.header)
         if not self.done:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.states = States(self.folder / "states")
@@ -264,7 +257,7 @@ class LayerPass:
         """The sums of all MoE layers."""
         return Statistics(
             {number: self.sums[number] for number in sorted(self.streamed.moe_layers)},
-            dict(self.header),
+            self.header,
         )
 
     def save_if_due(self) -> None:
