@@ -3,6 +3,7 @@ part."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
@@ -168,9 +169,8 @@ def _describe_router(layer: MoELayer, config: Any) -> str:
 def _parameters_by_part(model: Any, layers: list[MoELayer]) -> dict[str, int]:
     """Part of the model -> its number of parameters."""
     routers = {id(part.tensor) for layer in layers for part in layer.routing}
-    counts = dict.fromkeys(("routed experts", "shared experts", "routers", "attention", "rest"), 0)
-    labels = {"experts": "routed experts", "shared_experts": "shared experts"}
+    counts: Counter[str] = Counter()
     for name, weight in model.named_parameters():
         part = "routers" if id(weight) in routers else part_of(model, name)
-        counts[labels.get(part, part)] += weight.numel()
-    return {part: count for part, count in counts.items() if count}
+        counts[part.replace("_", " ")] += weight.numel()
+    return dict(counts)

@@ -15,7 +15,7 @@ from functools import cache, cached_property, wraps
 from importlib.util import find_spec
 from subprocess import SubprocessError
 from types import ModuleType
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch.nn.functional import linear, pad
@@ -23,8 +23,7 @@ from torch.nn.functional import linear, pad
 from moe_lab.models.discover import MoELayer, Weights
 from moe_lab.models.transformers_private import experts_implementation, grouped_mm
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 PIECE = 64
 """Rows that a segment reduction adds one after the other."""
@@ -60,21 +59,19 @@ def _compiled_kernels(device: str) -> ModuleType | None:
     return kernels
 
 
-def in_kernels(function: Callable[P, R]) -> Callable[P, R]:
+def in_kernels(function: F) -> F:
     """Decorator: on a device with Triton kernels, the function of the same name in the module
     `kernels` takes the place of `function`, whose first argument is a tensor on the device."""
 
     @wraps(function)
-    def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
-        values: Any = args[0]
+    def chosen(values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kernels = triton_kernels(values.device)
         if kernels is None:
-            return function(*args, **kwargs)
+            return function(values, *args, **kwargs)
         with torch.cuda.device_of(values):  # kernels run on the current GPU
-            result: R = getattr(kernels, function.__name__)(*args, **kwargs)
-        return result
+            return getattr(kernels, function.__name__)(values, *args, **kwargs)
 
-    return chosen
+    return cast(F, chosen)
 
 
 @in_kernels

@@ -39,8 +39,8 @@ from moe_lab.models.stored_weights import StoredRouting, StoredWeights
 from moe_lab.models.transformers_private import compute_buffers, load_tensors
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
-Weights = tuple[dict[str, torch.Tensor], torch.Event | None]
-"""(name -> tensor, as they are in the checkpoint; event after the last copy to a GPU)."""
+Weights = dict[str, torch.Tensor]
+"""Name -> tensor, as they are in the checkpoint, on the device."""
 OUTSIDE = -1
 """Layer number of the tensors outside decoder layers: embeddings, the last norm, the vocabulary
 head."""
@@ -178,10 +178,9 @@ class StreamedModel:
     def _fill(self, number: int, module: nn.Module) -> None:
         """Load the weights of `number`, a layer or OUTSIDE. `module`: the layer, or for OUTSIDE the
         whole model."""
-        tensors, copied = self._pending.pop(number).result()
-        if copied is not None:
+        tensors = self._pending.pop(number).result()
+        if self._copy_stream:
             computing = torch.accelerator.current_stream(self.device)
-            computing.wait_event(copied)
             for tensor in tensors.values():
                 # the memory of a freed tensor is used again only after computing
                 tensor.record_stream(computing)
@@ -224,7 +223,9 @@ class StreamedModel:
                 name: self._read_tensor(name, stored[...]).to(self.device, non_blocking=True)
                 for name, stored in slices.items()
             }
-            return tensors, copy_stream.record_event() if copy_stream else None
+        if copy_stream:
+            copy_stream.synchronize()  # in the thread that reads
+        return tensors
 
     def _read_tensor(self, name: str, mapped: torch.Tensor) -> torch.Tensor:
         """The tensor `name` of the checkpoint, in aligned memory, from which a GPU can copy.

@@ -180,7 +180,7 @@ def test_parts_add_up_to_the_model(tmp_path: Path) -> None:
             for layer in routed_layers(model)
             for weight in layer.experts.parameters()
         )
-        assert description["parameters"]["routed experts"] == experts
+        assert description["parameters"]["experts"] == experts
         assert description["parameters"]["shared experts"] > 0
 
 

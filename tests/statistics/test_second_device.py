@@ -351,11 +351,11 @@ def test_the_next_layer_is_read_while_the_present_one_runs(
 
     with patch.object(streamed, "_read", read), streamed.layer(0, next_number=1):
         layer_runs.set()
-        tensors, _ = streamed._pending[1].result(60)
+        tensors = streamed._pending[1].result(60)
         assert {tensor.device.type for tensor in tensors.values()} == {where}
 
 
-def test_weights_are_copied_from_pinned_memory_on_a_stream_that_computing_waits_for(
+def test_weights_are_copied_from_pinned_memory_on_a_stream_of_their_own(
     tmp_path: Path, device: SecondDevice
 ) -> None:
     """Their memory is not used again before computing has used them."""
@@ -364,14 +364,14 @@ def test_weights_are_copied_from_pinned_memory_on_a_stream_that_computing_waits_
         streamed = tiny.streamed(tmp_path, "gpu")
         streamed._copy_stream = MagicMock()
         streamed._request(1)
-        tensors, copied = streamed._pending[1].result()
+        tensors = streamed._pending[1].result()
     calls = [name for name, *_ in streamed._copy_stream.mock_calls if name != "__bool__"]
-    assert calls == ["__enter__", "record_event", "__exit__"]
+    assert calls == ["__enter__", "__exit__", "synchronize"]
     assert any(call.kwargs.get("pin_memory") for call in empty_like.mock_calls)
     count = len(tensors)
     DeviceTensor.recorded.clear()
     with patch.object(torch.accelerator, "current_stream") as computing, streamed.layer(1):
-        computing().wait_event.assert_called_once_with(copied)
+        pass
     assert DeviceTensor.recorded == [computing()] * count
 
 
