@@ -140,9 +140,9 @@ def bytes_of_products(left: Any, right: Any, right_rows: Any, products: Any, *_:
     return int(left.nbytes + of_right + of_rows + products.nbytes)
 
 
-def bytes_of_shifts(stream: Any, added: Any, shifts: Any, *_: Any) -> int:
+def bytes_of_shifts(xx: Any, xa: Any, aa: Any, shifts: Any, *_: Any) -> int:
     """Bytes that the kernel `_shifts` loads and stores."""
-    return int(stream.nbytes + added.nbytes + shifts.nbytes)
+    return int(xx.nbytes + xa.nbytes + aa.nbytes + shifts.nbytes)
 
 
 def bytes_of_outer_products(left: Any, right: Any, ends: Any, sums: Any, *_: Any) -> int:

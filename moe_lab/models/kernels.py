@@ -106,32 +106,19 @@ def _inner_products(
 
 
 @triton.jit
-def _shifts(stream, added, shifts, n_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _shifts(stream_square, product, added_square, shifts, n_rows, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    is_double: tl.constexpr = stream.dtype.element_ty == tl.float64
-    dtype: tl.constexpr = tl.float64 if is_double else tl.float32
-    xx = tl.zeros((ROWS, COLUMNS), dtype)
-    xa = tl.zeros((ROWS, COLUMNS), dtype)
-    aa = tl.zeros((ROWS, COLUMNS), dtype)
-    for first in range(0, width, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)[None]
-        offset = row[:, None] * width + column
-        is_read = (row < n_rows)[:, None] & (column < width)
-        x = tl.load(stream + offset, mask=is_read, other=0).to(dtype)
-        a = tl.load(added + offset, mask=is_read, other=0).to(dtype)
-        xx += x * x
-        xa += x * a
-        aa += a * a
-    xx = tl.sum(xx, 1).to(tl.float64)
-    xa = tl.sum(xa, 1).to(tl.float64)
-    aa = tl.sum(aa, 1).to(tl.float64)
+    is_row = row < n_rows
+    xx = tl.load(stream_square + row, mask=is_row, other=0)
+    xa = tl.load(product + row, mask=is_row, other=0)
+    aa = tl.load(added_square + row, mask=is_row, other=0)
     squares = xx * tl.maximum(xx + 2 * xa + aa, 0)
     is_defined = squares > 0
     divisor = tl.where(is_defined, squares, 1)
     cosine = (xx + xa) / tl.sqrt(divisor)
     sine_square = tl.maximum(xx * aa - xa * xa, 0) / divisor
     shift = tl.where(cosine > 0, sine_square / (1 + tl.abs(cosine)), 1 - cosine)
-    tl.store(shifts + row, tl.where(is_defined, shift, 1), mask=row < n_rows)
+    tl.store(shifts + row, tl.where(is_defined, shift, 1), mask=is_row)
 
 
 def term_sums(
@@ -190,12 +177,8 @@ def inner_products(
     return products
 
 
-def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+def shifts(xx: torch.Tensor, xa: torch.Tensor, aa: torch.Tensor) -> torch.Tensor:
     """As `moe_lab.statistics.forward.shifts`."""
-    stream = stream.contiguous()
-    n_rows, width = stream.shape
-    result = torch.empty(n_rows, dtype=torch.float64, device=stream.device)
-    _shifts[(triton.cdiv(n_rows, ROWS),)](
-        stream, added.contiguous(), result, n_rows, width, ROWS, COLUMNS
-    )
+    result = torch.empty_like(xx)
+    _shifts[(triton.cdiv(len(xx), ROWS),)](xx, xa, aa, result, len(xx), ROWS)
     return result

@@ -52,7 +52,8 @@ def _compiled_kernels(device: str) -> ModuleType | None:
     from moe_lab.models import kernels
 
     try:
-        kernels.shifts(torch.zeros(1, 1, device=device), torch.zeros(1, 1, device=device))
+        zero = torch.zeros(1, 1, device=device)
+        kernels.inner_products(zero, zero)
     except (RuntimeError, OSError, SubprocessError) as error:  # such as without a C compiler
         warnings.warn(f"operations of torch take the place of Triton's: {error}", stacklevel=2)
         return None

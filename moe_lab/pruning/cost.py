@@ -186,8 +186,7 @@ class LoadHook(StatisticsHook):
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """The routed output (T, H)."""
-        valid = self.valid_tokens(hidden)
-        experts = index if valid is None else index[valid]
+        experts = index[self.valid_indices(hidden)]
         counts = torch.bincount(experts.flatten(), minlength=self.layer.n_experts)
         self.add({"tokens": counts})
         return self.unobserved(hidden, index, weights)

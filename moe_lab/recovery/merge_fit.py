@@ -131,11 +131,11 @@ class MergeHook(StatisticsHook):
     def _add_each(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
         """Add the tokens to the sums of one merged expert after the other, in fp64. Arguments as in
         `experts`."""
-        valid = self.valid_tokens(hidden)  # None if all tokens are valid
+        ignored = self.ignored_tokens(hidden)  # None if all tokens count
         for j, weights_of_j in self.merged[self.layer.index].items():
             members = self.plan.layers[self.layer.index].merged[j]  # id -> share
             is_routed = torch.isin(index, torch.tensor(list(members), device=index.device)).any(1)
-            states = hidden[is_routed if valid is None else is_routed & valid]
+            states = hidden[is_routed if ignored is None else is_routed & ~ignored]
             y = hidden.new_zeros(states.shape, dtype=torch.float64)
             for member, share in members.items():
                 y += share * self.layer.expert_output(states, member).double()
@@ -154,11 +154,11 @@ class MergeHook(StatisticsHook):
     def _add_all(self, hidden: torch.Tensor, index: torch.Tensor) -> None:
         """Add the tokens to the sums of all merged experts at once, with products in at least fp32.
         Arguments as in `experts`."""
-        valid = self.valid_tokens(hidden)
+        ignored = self.ignored_tokens(hidden)
         merged = self.merged[self.layer.index]
         groups = self._groups[0][index]
-        if valid is not None:
-            groups = groups.masked_fill(~valid[:, None], len(merged))
+        if ignored is not None:
+            groups = groups.masked_fill(ignored[:, None], len(merged))
         groups = groups.sort(1).values
         # a token counts once for a group
         groups[:, 1:].masked_fill_(groups[:, 1:] == groups[:, :-1], len(merged))

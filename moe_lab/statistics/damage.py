@@ -83,7 +83,7 @@ class DamageHook(ReroutingHook):
     ) -> torch.Tensor:
         """The routed output (T, H). Adds `damage`. UserError if repeating the router's call in the
         first batch of a pass gives other gates than the router gave."""
-        valid = self.valid_tokens(hidden)
+        ignored = self.ignored_tokens(hidden)
         damage = torch.zeros(self.layer.n_experts, dtype=torch.float64, device=hidden.device)
         routed = torch.empty_like(hidden)
         for tokens in torch.arange(len(hidden), device=hidden.device).split(TOKENS):
@@ -95,8 +95,8 @@ class DamageHook(ReroutingHook):
             routed[tokens] = mixes[:, 0].to(routed.dtype)
             # (t, K): norm of the change by the k-th expert of each token
             changes = torch.linalg.vector_norm(mixes[:, 1:], dim=-1).double()
-            if valid is not None:
-                changes = changes.masked_fill(~valid[tokens, None], 0)
+            if ignored is not None:
+                changes = changes.masked_fill(ignored[tokens, None], 0)
             rows = sort_by_expert(self.layer, index[tokens])
             damage += rows.sum_by_expert(changes[rows.token, rows.column])
         del self.call

@@ -100,8 +100,7 @@ class ForwardHook(StatisticsHook):
         layer = self.layer
         rows = sort_by_expert(layer, index)
         gates = weights.detach()
-        valid = self.valid_tokens(hidden)
-        ignored = None if valid is None else ~valid
+        ignored = self.ignored_tokens(hidden)
         further_gates: dict[str, torch.Tensor] = {}
         if self.logits is not None:
             of_kinds, entropies = softmax_gates(self.logits, index, ignored)
@@ -175,13 +174,9 @@ def is_softmax(logits: torch.Tensor, index: torch.Tensor, weights: torch.Tensor)
 
 
 @in_kernels
-def shifts(stream: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """1 - cos(x, x + a) of every token, (T,) fp64, at least 0, for x = `stream` (T, H) and a =
-    `added` (T, H); 1 where x or x + a is 0."""
-    xx, xa, aa = (
-        inner_products(left, right)
-        for left, right in ((stream, stream), (stream, added), (added, added))
-    )
+def shifts(xx: torch.Tensor, xa: torch.Tensor, aa: torch.Tensor) -> torch.Tensor:
+    """1 - cos(x, x + a) of every token, (T,) fp64, at least 0; 1 where x or x + a is 0. `xx`, `xa`,
+    `aa` (T,): the inner products of x and a."""
     sum_square = (xx + 2 * xa + aa).clamp(min=0)
     squares = xx * sum_square
     cosine = (xx + xa) / squares.sqrt()
@@ -264,8 +259,8 @@ class ExpertsCall:
         expert. s is the token's value of `shifts`, g the gate, and f the output of the expert.
         `stream` (T, H): the residual stream before the MoE block. `routed` (T, H): the routed
         output m."""
-        shift = shifts(stream, routed)[self.rows.token, None]
-        return self._sums((self.gate * self.norm)[None], shift)[0, :, 0]
+        shift = shifts(inner_products(stream, stream), inner_products(stream, routed), self.loss)
+        return self._sums((self.gate * self.norm)[None], shift[self.rows.token, None])[0, :, 0]
 
     def normalize(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
         """Statistic -> its sum over valid tokens: "ala_first" (E,), "ala_second" (E,) and

@@ -70,8 +70,8 @@ class GradientHook(StatisticsHook):
         of valid tokens."""
         layer = self.layer
         rows = sort_by_expert(layer, index)
-        valid = self.valid_tokens(hidden)
-        ignored = None if valid is None else ~valid[rows.token]
+        ignored_tokens = self.ignored_tokens(hidden)
+        ignored = None if ignored_tokens is None else ignored_tokens[rows.token]
         gate_square = at_least_fp32(weights.detach())[rows.token, rows.column].square()
         factors = torch.stack([torch.ones_like(gate_square), gate_square])
         channels = []

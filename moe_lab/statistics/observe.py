@@ -112,14 +112,15 @@ class StatisticsHook:
         }
         self.sums |= combine(totals, new)
 
-    def valid_tokens(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """(T,) bool: whether each token of `hidden` (T, H) counts in the statistics. None when all
-        tokens count. UserError when `hidden` has more or fewer tokens than the batch."""
+    def ignored_tokens(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """(T,) bool: whether each token of `hidden` (T, H) does not count in the statistics. None
+        when all tokens count. UserError when `hidden` has more or fewer tokens than the batch."""
         mask = self._mask(hidden)
-        return None if mask is None else to_device(mask, hidden.device)
+        return None if mask is None else to_device(~mask, hidden.device)
 
     def valid_indices(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Indices (V,) of the tokens of `hidden` (T, H) that count. Errors as in `valid_tokens`."""
+        """Indices (V,) of the tokens of `hidden` (T, H) that count. Errors as in
+        `ignored_tokens`."""
         mask = self._mask(hidden)
         if mask is None:
             return torch.arange(len(hidden), device=hidden.device)
@@ -127,7 +128,8 @@ class StatisticsHook:
         return to_device(mask.nonzero()[:, 0], hidden.device)
 
     def _mask(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """`valid_tokens` on the device of the batch's mask, mostly the CPU."""
+        """(T,) bool: whether each token counts, on the device of the batch's mask, mostly the CPU;
+        None when all count. Errors as in `ignored_tokens`."""
         valid = self.observer.valid
         if valid is None or bool(valid.all()):
             return None
