@@ -2,10 +2,10 @@
 
 Compares the loaded model, whose experts run by moe_lab/models/experts.py, with the same model with
 transformers' eager experts: for the work of an evaluation (generation, and scoring of answers in
-batches of short rows), and for one layer with an increasing number of tokens. A ratio is the median over rounds, in which all variants
-run one after the other in this process; results are also compared bit by bit. Bar for generation
-and scoring: below 1. Seconds are CPU seconds of one thread, which other work on the machine
-disturbs little. Exit code 1 when a bar fails or bits differ."""
+batches of short rows), and for one layer with an increasing number of tokens. A ratio is the median
+over rounds, in which all variants run one after the other in this process; results are also
+compared bit by bit. Bar for generation and scoring: below 1. Seconds are CPU seconds of one thread,
+which other work on the machine disturbs little. Exit code 1 when a bar fails or bits differ."""
 
 from __future__ import annotations
 
