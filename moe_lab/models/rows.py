@@ -164,9 +164,9 @@ class Rows:
             OneExpert(expert, slice(start, end)) for expert, (start, end) in bounds if end > start
         ]
 
-    def sum_by_expert(self, terms: torch.Tensor) -> torch.Tensor:
-        """Sums (E,) of the `terms` (S,) of each expert's rows."""
-        return torch.bincount(self.expert, terms, self.n_experts)
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums (E,) of the `values` (S,) of each expert's rows."""
+        return torch.bincount(self.expert, values, self.n_experts)
 
     def product_sums(
         self, factors: torch.Tensor, values: torch.Tensor, ignored: torch.Tensor | None
@@ -258,9 +258,6 @@ class GroupedRows(Rows):
     @property
     def parts(self) -> Sequence[Part]:
         return [self]
-
-    def sum_by_expert(self, terms: torch.Tensor) -> torch.Tensor:
-        return self.sum(terms)
 
     def product_sums(
         self, factors: torch.Tensor, values: torch.Tensor, ignored: torch.Tensor | None

@@ -98,7 +98,7 @@ class DamageHook(ReroutingHook):
             if ignored is not None:
                 changes = changes.masked_fill(ignored[tokens, None], 0)
             rows = sort_by_expert(self.layer, index[tokens])
-            damage += rows.sum_by_expert(changes[rows.token, rows.column])
+            damage += rows.sum(changes[rows.token, rows.column])
         del self.call
         self.add({"damage": damage})
         return routed

@@ -92,7 +92,7 @@ class GradientHook(StatisticsHook):
         # sum, or moves the sum of an interrupted pass to the device of the activations.
         sums = rows.assemble(channels)
         zeros = {name: torch.zeros_like(sums["channel_square"]) for name in GRADIENT_SUMS}
-        self.add({**sums, "tokens": rows.sum_by_expert(counts), **zeros})
+        self.add({**sums, "tokens": rows.sum(counts), **zeros})
         return routed
 
     def _add_gradient(
