@@ -80,19 +80,19 @@ class GradientHook(StatisticsHook):
             """The outputs (n, H) of the experts of a part."""
             expert_weights = part.weights(layer)
             phi = layer.phi(states, expert_weights)
-            channels.append((part, channel_sums(part, phi.detach(), factors, ignored)))
+            sums = channel_sums(part, phi.detach(), factors, ignored)
+            sums["tokens"] = part.sum(phi.new_ones(len(phi)), ignored)
+            channels.append((part, sums))
             if phi.requires_grad:
                 phi.register_hook(partial(self._add_gradient, part, phi.detach(), ignored))
             return layer.output(phi, expert_weights)
 
         routed = rows.output(hidden, weights, compute)
-        counts = torch.ones_like(gate_square, dtype=torch.float64)
-        counts = counts if ignored is None else counts.masked_fill(ignored, 0)
         # `_add_gradient` adds to the gradient sums in place. Adding zeros before that creates each
         # sum, or moves the sum of an interrupted pass to the device of the activations.
         sums = rows.assemble(channels)
         zeros = {name: torch.zeros_like(sums["channel_square"]) for name in GRADIENT_SUMS}
-        self.add({**sums, "tokens": rows.sum(counts), **zeros})
+        self.add({**sums, **zeros})
         return routed
 
     def _add_gradient(
