@@ -30,7 +30,6 @@ from moe_lab.calibration.documents import (
     document_text,
     is_content,
     render,
-    rendering,
     tokenize,
 )
 from moe_lab.calibration.sources import is_own_text, local_files, read
@@ -372,14 +371,14 @@ def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
 
 def _report(packed: PackedRows) -> dict[str, Any]:
     """JSON-ready report on packed rows. "sha256" identifies the documents, and "sources" has the
-    `Source.report` of each set. "rendered" has the ways in which documents became text.
-    "tokens_cut" is the number of tokens of tokenised documents that are in no row."""
+    `Source.report` of each set. "tokens_cut" is the number of tokens of tokenised documents that
+    are in no row."""
     settings = packed.settings
     sources = packed.sources
     digest = hashlib.sha256()
-    documents = [document for source in sources for document in source.read.documents]
-    for document in documents:
-        digest.update(repr(document).encode())
+    for source in sources:
+        for document in source.read.documents:
+            digest.update(repr(document).encode())
     first_row = packed.rows[0]
     while first_row[-1] == GAP:  # padding, or a gap at the end
         first_row = first_row[:-1]
@@ -390,7 +389,6 @@ def _report(packed: PackedRows) -> dict[str, Any]:
         "name": settings.name,
         "sha256": digest.hexdigest(),
         "sources": [source.report() for source in sources],
-        "rendered": sorted({rendering(document, packed.tokenizer) for document in documents}),
         "rows": len(packed.rows),
         "length": settings.length,
         "packing": settings.packing,

@@ -465,18 +465,6 @@ def has_answer(document: Document) -> bool:
     return any(message["role"] == "assistant" for message in document.messages)
 
 
-def rendering(document: Document, tokenizer: Any) -> str:
-    """How `tokenize` turns the document into text."""
-    if isinstance(document, Text):
-        return "as it stands"
-    if not tokenizer.chat_template:
-        return "pair parted by a blank line"  # instruction and output
-    # templates get today's date from strftime_now
-    if "strftime_now" in _template(document.arguments, tokenizer):
-        return f"chat template, dated {_date(tokenizer)}"
-    return "chat template"
-
-
 def tokenize(document: Document, tokenizer: Any, special_tokens: bool) -> list[int]:
     """Token ids of one document. special_tokens: whether the tokenizer adds special tokens to a
     text that was not written by a chat template."""

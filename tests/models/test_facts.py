@@ -209,7 +209,7 @@ def test_inspect_shows_how_a_set_is_read(capsys: pytest.CaptureFixture[str]) -> 
     text = ("calibration=pocket_function_calls", "calibration.length=16")
     code, output = inspected(capsys, "model=pocket_function_calls", *text)
     assert code == 0
-    assert "messages" in output and "left_out" in output and "chat template" in output
+    assert "messages" in output and "left_out" in output
 
 
 def test_inspect_reads_models_that_are_not_local(capsys: pytest.CaptureFixture[str]) -> None:
