@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import linear
 
 from moe_lab.errors import UserError
 from moe_lab.models.families import (
@@ -56,7 +55,7 @@ class Weights:
     """(H, I)."""
     inward_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
-    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = linear
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = nn.functional.linear
     """Function that multiplies states (n, ...) with one of the weights."""
     spread: Callable[[torch.Tensor], torch.Tensor] = lambda bias: bias
     """Function from a bias to what is added to a product."""

@@ -154,15 +154,17 @@ class Rows:
         self.token = order % index.shape[0]
         self.column = order // index.shape[0]
 
-    @cached_property
+        ends = torch.bincount(self.expert, minlength=n_experts).cumsum(0).tolist()
+        bounds = enumerate(zip([0, *ends], ends, strict=False))
+        self._parts = [
+            OneExpert(expert, slice(start, end)) for expert, (start, end) in bounds if end > start
+        ]
+
+    @property
     def parts(self) -> Sequence[Part]:
         """The parts of the rows that are computed one after the other: the rows of each expert that
         has rows."""
-        ends = torch.bincount(self.expert, minlength=self.n_experts).cumsum(0).tolist()
-        bounds = enumerate(zip([0, *ends], ends, strict=False))
-        return [
-            OneExpert(expert, slice(start, end)) for expert, (start, end) in bounds if end > start
-        ]
+        return self._parts
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (E,) of the `values` (S,) of each expert's rows."""

@@ -105,8 +105,8 @@ def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
         sums: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
         for name, axes, expert, _, tensor in matrices:
             weights = tensor[...].to(device)
-            of_experts = enumerate(weights) if expert is None else [(expert, weights)]
-            for number, matrix in of_experts:
+            stack = weights if expert is None else weights[None]
+            for number, matrix in enumerate(stack, start=expert or 0):
                 for statistic, measured in measure(axes, matrix).items():
                     values = measured.double().cpu()
                     if not bool(values.isfinite().all()):
