@@ -195,6 +195,8 @@ class Record:
         for keys in (["text"], ["messages"], *conversations, *pairs):
             if not any(_is_blank(fields.get(key)) for key in keys):
                 return keys
+        if all(map(_is_blank, fields.values())):
+            raise LeftOut("no words")
         texts = [key for key, value in fields.items() if isinstance(value, str)]
         longest = max(texts, key=lambda key: len(fields[key]), default="NAME")
         sentence = (
@@ -202,7 +204,7 @@ class Record:
             f"answer has a value (found: {', '.join(_without_null(fields)) or 'no field'}): "
             f"expected calibration.field={longest}, or calibration.field=[TASK,ANSWER]"
         )
-        if not fields or any(map(_is_blank, fields.values())):
+        if any(map(_is_blank, fields.values())):
             raise LeftOut(sentence)
         raise UserError(f"{self.location}: {sentence}")
 

@@ -43,13 +43,18 @@ def read(settings: CalibrationConfig) -> Documents:
     if settings.joined:
         text = joined_texts(documents.documents, f"calibration.joined=true: {settings.path}")
         documents.documents = [Text(text)] if text.strip() else []
+    _check_not_empty(documents)
+    return documents
+
+
+def _check_not_empty(documents: Documents) -> None:
+    """Raise UserError, with the reasons, unless some record was a document."""
     if not documents.documents:
         reasons = [f"{reason}, {places[0]}" for reason, places in documents.left_out.items()]
         raise UserError(
-            f"calibration.path={settings.path} holds no document ({'; '.join(reasons)}): expected "
-            "text to calibrate on"
+            f"calibration.path={documents.settings.path} holds no document "
+            f"({'; '.join(reasons) or 'it is empty'}): expected text to calibrate on"
         )
-    return documents
 
 
 def check_answers(settings: CalibrationConfig) -> None:
@@ -62,8 +67,15 @@ def check_answers(settings: CalibrationConfig) -> None:
 
 
 def first_document(settings: CalibrationConfig) -> list[Document]:
-    """A list with the first document of a local source; [] for a source on the hub."""
-    return _documents(_rows(settings), settings, most=1).documents if local_files(settings) else []
+    """A list with the first document of a local source; [] for a source on the hub. UserError if no
+    record has words."""
+    if not local_files(settings):
+        return []
+    if settings.joined:  # all records are one document
+        return read(settings).documents
+    documents = _documents(_rows(settings), settings, most=1)
+    _check_not_empty(documents)
+    return documents.documents
 
 
 def _documents(rows: Rows, settings: CalibrationConfig, most: int | None = None) -> Documents:

@@ -619,6 +619,7 @@ def test_calls_are_answers_as_whole_turns(
     [
         ("a.txt", "", r"a\.txt holds no document"),
         ("a.txt", " \n\n \n", "holds no document"),
+        ("a.jsonl", "\n", r"holds no document \(it is empty\)"),
         ("a.jsonl", '{"text": "one"}\n{"text": "tw\n', "a.jsonl line 2"),
         ("a.json", '[{"text": "one"},\n', "a.json line 2"),
         (

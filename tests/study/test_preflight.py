@@ -563,6 +563,7 @@ IMPOSSIBLE = [
     (["allocation.replacement=ream", "ratio=0.5", "allocation.parameters.group_size=2"], None),
     (["backend.name=vllm", "interpreters.vllm=3"], "interpreters.vllm=3"),
     (["backend.name=vllm", "interpreters.vllm=/etc/passwd"], "interpreters.vllm=/etc/passwd"),
+    (["calibration.path=/dev/null"], "calibration.path=/dev/null holds no document (no words,"),
     (["calibration.field=txt"], "txt"),
     (["calibration.template='{txt}'"], "txt"),
     ([*SEARCH, "allocation.parameters.generation=3"], "generations?"),
@@ -577,6 +578,10 @@ IMPOSSIBLE = [
     (
         ["criterion=heapr", "allocation=coverage", "allocation.parameters.align.block=99"],
         "64 channels",
+    ),
+    (
+        ["criterion=heapr", "allocation=coverage_aligned", "allocation.parameters.align.order=one"],
+        "allocation.parameters.align.order=one is unknown",
     ),
     (
         ["recovery=pocket_router_kd", "recovery.distill=pocket_stores"],
