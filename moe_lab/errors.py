@@ -58,6 +58,13 @@ def check_known(field: str, value: str, known: Collection[str]) -> None:
         raise unknown_name_error(field, value, known)
 
 
+class UnknownName(ValueError):
+    """Error of a validator, which does not know the setting, for a name that is not in `known`."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        self.known = known
+
+
 class Registry(dict[str, T]):
     """Name -> what is registered under this name.
 
@@ -79,10 +86,11 @@ class Registry(dict[str, T]):
             return self[name]
         raise KeyError(name)
 
-    def known(self, field: str, name: str) -> str:
-        """`name`, the value of the setting `field`. `unknown_name_error` if it is not
+    def known(self, name: str) -> str:
+        """Return `name`, as pydantic requires of a validator. UnknownName if it is not
         registered."""
-        check_known(field, name, self)
+        if name not in self:
+            raise UnknownName(self)
         return name
 
 

@@ -222,9 +222,7 @@ class Alignment:
     """The number of retained channels of an expert is a multiple of this number."""
     min_channels: Count | None = None
     """Experts with fewer channels than this number lose all their channels; null: `block`."""
-    order: Annotated[str, AfterValidator(lambda name: ORDERS.known("align.order", name))] = (
-        "remainder"
-    )
+    order: Annotated[str, AfterValidator(lambda name: ORDERS.known(name))] = "remainder"
     """How the blocks that rounding down leaves over are given to experts: see `align`."""
 
     @property

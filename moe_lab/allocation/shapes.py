@@ -34,9 +34,7 @@ from moe_lab.allocation.problem import (
 )
 from moe_lab.errors import Registry, UserError
 
-Smoothing: TypeAlias = Annotated[
-    str, AfterValidator(lambda name: SMOOTHINGS.known("smoothing", name))
-]
+Smoothing: TypeAlias = Annotated[str, AfterValidator(lambda name: SMOOTHINGS.known(name))]
 """Name of a smoothing in `SMOOTHINGS`."""
 Floor: TypeAlias = Annotated[float, Strict(), Field(gt=0, lt=1)]
 LayerLoss: TypeAlias = Literal["loss", "nll"]

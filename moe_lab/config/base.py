@@ -33,7 +33,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass, is_pydantic_dataclass
 
-from moe_lab.errors import UserError, nearest, secrets_in, unknown_name_error
+from moe_lab.errors import UnknownName, UserError, nearest, secrets_in, unknown_name_error
 from moe_lab.paths import validate_name
 
 SETTINGS = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
@@ -264,7 +264,10 @@ def _sentence(mistake: Mapping[str, Any], kind: Any, key: str, path: list[str]) 
     if mistake_type == "literal_error":
         return str(unknown_name_error(key, str(value), literal_values(setting_type(kind, path))))
     if mistake_type == "value_error":
-        message = str(mistake["ctx"]["error"])
+        error = mistake["ctx"]["error"]
+        if isinstance(error, UnknownName):
+            return str(unknown_name_error(key, value, error.known))
+        message = str(error)
         # for a whole group, the message begins with the setting: tokens=1 is less than ...
         return (
             f"{key}={value}: {message}"

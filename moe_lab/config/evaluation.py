@@ -24,7 +24,7 @@ from moe_lab.config.base import (
     matching,
 )
 from moe_lab.config.pruning import CalibrationConfig
-from moe_lab.errors import UserError, nearest
+from moe_lab.errors import UnknownName, UserError
 from moe_lab.json_files import fits
 
 RESERVED_ARGUMENTS = (
@@ -148,13 +148,11 @@ HARNESSES = Path(__file__).parents[1] / "evaluation" / "harnesses"
 
 
 def _validate_harness(name: str) -> str:
-    """Return `name`. ValueError unless it is the name of a module in the folder HARNESSES."""
+    """Return `name`. UnknownName unless it is the name of a module in the folder HARNESSES."""
     names = [module.name for module in iter_modules([str(HARNESSES)])]
-    if name in names:
-        return name
-    close = nearest(name, names)
-    hint = f", such as {close}" if close else ""
-    raise ValueError(f"expected a harness{hint} (known: {', '.join(names)})")
+    if name not in names:
+        raise UnknownName(names)
+    return name
 
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
