@@ -79,12 +79,13 @@ def main(arguments: Sequence[str]) -> int:
         print(START)
         return 0
     verb, *words = arguments
-    if verb == "run":
-        return _run(words)
     if verb in VERBS:
-        # only this module is imported, because verbs need different libraries
         module, *first = VERBS[verb][0].split()
-        code: int = import_module(module).main([*first, *words])
+        words = [*first, *words]
+        if module == "run":
+            return _run(words)
+        # only this module is imported, because verbs need different libraries
+        code: int = import_module(module).main(words)
         return code
     if verb in ("-h", "--help", "help", "--version", "version"):
         return _print_about(is_version=verb.endswith("version"))
@@ -200,8 +201,8 @@ def _run_hydra(words: Sequence[str]) -> int:
 
 
 VERBS: Mapping[str, tuple[str, str]] = {
-    "run": ("moe_lab.__main__ run", "compute a study; the verb may be left out"),
-    "dry-run": ("moe_lab.__main__ run dry_run=true", "what a run would compute"),
+    "run": ("run", "compute a study; the verb may be left out"),
+    "dry-run": ("run dry_run=true", "what a run would compute"),
     "status": ("moe_lab.study.commands status", "the progress of a study"),
     "why": (
         "moe_lab.study.commands why",
@@ -232,8 +233,8 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "cite": ("moe_lab.cite", "BibTeX of the papers of a study"),
     "inspect": ("moe_lab.inspect", "whether a model is supported, and how it reads a text"),
 }
-"""Name of a verb -> (module with the function `main` that runs it, followed by its first arguments;
-help), in the order of `moe-lab --help`."""
+"""Name of a verb -> (module with the function `main` that runs it, or "run" for `_run`, followed by
+its first arguments; help), in the order of `moe-lab --help`."""
 
 
 def command() -> NoReturn:

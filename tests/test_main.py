@@ -57,6 +57,14 @@ def test_a_command_without_arguments_shows_examples(tmp_path: Path) -> None:
     assert result.stdout.count("  moe-lab ") >= 3
 
 
+@pytest.mark.slow
+def test_a_verb_does_not_import_the_command_again() -> None:
+    words = [sys.executable, "-X", "importtime", "-m", "moe_lab", "dry-run", "nothing=1"]
+    result = subprocess.run(words, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "moe_lab.__main__" not in result.stderr
+
+
 # a process takes seconds: tests/campaign makes the others in one
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", [*MISTAKES][::8])
