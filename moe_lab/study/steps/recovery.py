@@ -3,11 +3,11 @@ a pruned model and export it."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from moe_lab import allocation
@@ -18,7 +18,6 @@ from moe_lab.config.pruning import Shape
 from moe_lab.grid import Cell
 from moe_lab.json_files import write_json
 from moe_lab.models.files import local_folder, tokenizer_folder
-from moe_lab.paths import is_of_group
 from moe_lab.study import resources
 from moe_lab.study.resources import Resources, channel_product_bytes, expert_weight_bytes, text_pass
 from moe_lab.study.step import KINDS, Step, StepFields
@@ -286,8 +285,7 @@ class Export(Step):
 
     def work(self, files: Files) -> None:
         """Write up to three checkpoints, each from the one before: the pruned model, the recovered
-        model, and the model converted to GGUF. The last checkpoint is the result. Earlier
-        checkpoints are in `files.partial`, from which an interrupted step resumes."""
+        model, and the model converted to GGUF. The last checkpoint is the result."""
         from moe_lab.pruning.export import export as write_pruned
 
         model = self.pruned.model
@@ -301,12 +299,8 @@ class Export(Step):
 
             # before any work, as it raises UserError for some numbers of retained channels
             check_widths(source, plan, self._evaluation_dtype(source))
-        # another member of the group may have put code, which would be run, into a checkpoint
-        if is_of_group(files.partial):
-            for leftover in files.partial.glob("*/"):
-                shutil.rmtree(leftover)
-        pruned_folder = files.partial / "natural" if is_recovered or is_converted else out
-        if not pruned_folder.exists():
+        with TemporaryDirectory(dir=files.out) as scratch:
+            pruned_folder = Path(scratch, "pruned") if is_recovered or is_converted else out
             write_pruned(
                 source,
                 plan,
@@ -315,26 +309,18 @@ class Export(Step):
                 trust_remote_code=model.trust_remote_code,
                 tokenizer=tokenizer_folder(model, source),
             )
-        if self.verify and not is_recovered:
-            self._compare(source, pruned_folder, files)
-        recovered_folder = pruned_folder
-        try:
+            if self.verify and not is_recovered:
+                self._compare(source, pruned_folder, files)
+            recovered_folder = pruned_folder
             if is_recovered:
-                recovered_folder = files.partial / "plain" if is_converted else out
-                if not recovered_folder.exists():
-                    self._write_recovered(pruned_folder, recovered_folder, files)
+                recovered_folder = Path(scratch, "recovered") if is_converted else out
+                self._write_recovered(pruned_folder, recovered_folder, files)
             if is_converted:
                 from moe_lab.pruning.export import gguf
 
                 gguf.convert(
-                    recovered_folder,
-                    out,
-                    gguf.converter(self.shape),
-                    f"{self.pruned.model.name}, pruned",
+                    recovered_folder, out, gguf.converter(self.shape), f"{model.name}, pruned"
                 )
-        except Exception:  # an interrupted step (KeyboardInterrupt, SystemExit) can resume
-            shutil.rmtree(files.partial, ignore_errors=True)
-            raise
 
     def _compare(self, source: Path, pruned_folder: Path, files: Files) -> None:
         """Write the largest relative difference between the outputs of the pruned checkpoint and of
