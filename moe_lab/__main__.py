@@ -157,37 +157,25 @@ def _run_hydra(words: Sequence[str]) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from moe_lab.compose import CONFIG, check_sweeper, compose, multirun_context
+    from moe_lab.compose import EXIT_CODES, multirun_context, run_jobs
     from moe_lab.overrides import for_hydra
     from moe_lab.study import UNREPORTED
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise exceptions instead of printing them
-    code = 0
+    EXIT_CODES.clear()
 
     def job(_: object) -> float:
-        """Run the study of one job. Returns the value of the setting `objective`, which a sweeper
-        of Hydra optimises."""
-        from moe_lab.study.run import objective_value, run
-
-        nonlocal code
+        """Run the study of one job. Returns the value of the setting `objective`."""
         with _errors_as_sentences():
-            hydra_config = HydraConfig.get()
+            settings = HydraConfig.get()
             # hydra.job.chdir=true changes the folder, but paths in settings are relative to the
             # folder of the command
-            os.chdir(hydra_config.runtime.cwd)
-            # hydra.searchpath: the folders with further configuration files
-            settings = [
-                *(word for word in hydra_config.overrides.hydra if "searchpath" in word),
-                *hydra_config.overrides.task,
-            ]
-            is_multirun = hydra_config.mode == RunMode.MULTIRUN
-            config, requests = compose(settings, hydra_config.job.config_name or CONFIG)
-            if is_multirun:
-                check_sweeper(hydra_config.runtime.choices, config)
+            os.chdir(settings.runtime.cwd)
             # the jobs of a multirun add their requests to one study
-            result = run(config, requests, add=is_multirun, report_later=is_multirun)
-            code = max(code, result.code)
-            return objective_value(result, requests)
+            is_multirun = settings.mode == RunMode.MULTIRUN
+            jobs = [settings.overrides.task]
+            (value,) = run_jobs(settings, jobs, add=is_multirun, report_later=is_multirun)
+            return value
 
     with multirun_context(words):
         # hydra.main reads sys.argv
@@ -196,8 +184,8 @@ def _run_hydra(words: Sequence[str]) -> int:
     for study in UNREPORTED.values():
         from moe_lab.study.record import update_report
 
-        code = max(code, 0 if update_report(study) else 1)
-    return code
+        EXIT_CODES.append(0 if update_report(study) else 1)
+    return max(EXIT_CODES, default=0)
 
 
 VERBS: Mapping[str, tuple[str, str]] = {

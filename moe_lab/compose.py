@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -299,12 +300,38 @@ def hydra_error_sentence(error: BaseException) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def check_sweeper(choices: Mapping[str, str], config: Config) -> None:
-    """Raise UserError for a sweeper other than `basic` if `objective` is not set. `choices`: group
-    of Hydra -> name of the chosen file."""
-    sweeper = choices.get("hydra/sweeper", "basic")
-    if sweeper != "basic" and not config.objective:
+EXIT_CODES: list[int] = []
+"""Exit codes of the studies that `run_jobs` has run in this command."""
+
+
+def run_jobs(hydra: DictConfig, jobs: Sequence[Sequence[str]], **options: bool) -> list[float]:
+    """Run jobs of Hydra as one study. Returns the value of the setting `objective` of each job,
+    which a sweeper optimises. `hydra`: Hydra's own settings. `jobs`: the overrides of each job.
+    `options`: those of `study.run.run`.
+
+    SettingsError with all mistakes; for no jobs, and for a sweeper other than `basic` if
+    `objective` is not set."""
+    from moe_lab.study.run import objective_value, run
+
+    # hydra.searchpath: the folders with further configuration files
+    searchpath = [text for text in hydra.overrides.hydra if "searchpath" in text]
+    configs: list[Config] = []
+    requests_of_jobs = []
+    with Mistakes() as mistakes:
+        if not jobs:
+            texts = " ".join(hydra.overrides.task)
+            mistakes.append(f"{texts} sweeps over nothing: expected patterns that match a name")
+        for job in jobs:
+            with mistakes.caught():
+                config, requests = compose([*searchpath, *job], hydra.job.config_name or CONFIG)
+                configs.append(config)
+                requests_of_jobs.append(requests)
+    sweeper = hydra.runtime.choices["hydra/sweeper"]
+    if sweeper != "basic" and not configs[0].objective:
         raise UserError(
             f"hydra/sweeper={sweeper} wants a number of each job: expected objective=Avg, or a "
             "result's name"
         )
+    result = run(configs[0], list(chain.from_iterable(requests_of_jobs)), **options)
+    EXIT_CODES.append(result.code)
+    return [objective_value(result, requests) for requests in requests_of_jobs]

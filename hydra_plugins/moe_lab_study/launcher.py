@@ -4,7 +4,6 @@ they share run once."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -32,35 +31,14 @@ class StudyLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        from moe_lab.compose import check_sweeper, compose
-        from moe_lab.config.base import Mistakes
-        from moe_lab.study.run import objective_value, run
+        from moe_lab.compose import run_jobs
 
         hydra = self.config.hydra
-        searchpath = [text for text in hydra.overrides.hydra if "searchpath" in text]
-        configs = []
-        requests_of_jobs = []
-        with Mistakes() as mistakes:
-            if not job_overrides:
-                texts = " ".join(hydra.overrides.task)
-                mistakes.append(f"{texts} sweeps over nothing: expected patterns that match a name")
-            for overrides in job_overrides:
-                with mistakes.caught():
-                    config, requests = compose([*searchpath, *overrides], hydra.job.config_name)
-                    configs.append(config)
-                    requests_of_jobs.append(requests)
-        check_sweeper(hydra.runtime.choices, configs[0])
+        # a sweeper launches some jobs at a time
+        values = run_jobs(hydra, job_overrides, add=initial_job_idx > 0, report_later=True)
         # sweepers write their results there
         Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
-        all_requests = list(chain.from_iterable(requests_of_jobs))
-        # a sweeper launches some jobs at a time
-        add = initial_job_idx > 0
-        result = run(configs[0], all_requests, add=add, report_later=True)
         return [
-            JobReturn(
-                list(overrides),
-                status=JobStatus.COMPLETED,
-                _return_value=objective_value(result, requests),
-            )
-            for overrides, requests in zip(job_overrides, requests_of_jobs, strict=True)
+            JobReturn(list(overrides), status=JobStatus.COMPLETED, _return_value=value)
+            for overrides, value in zip(job_overrides, values, strict=True)
         ]
