@@ -28,14 +28,14 @@ from moe_lab.config import (
     SourceConfig,
     SuiteConfig,
 )
-from moe_lab.config.base import Mistakes, fields_of, setting_type, validated
+from moe_lab.config.base import Mistakes, default_of, fields_of, setting_type, validated
 from moe_lab.config.pruning import TEXTS
 from moe_lab.criteria import CRITERIA
 from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.evaluation.harness import harness_of
 from moe_lab.json_files import Document
 from moe_lab.models.config_json import size_of
-from moe_lab.paths import PREFIX, is_path, valid_name
+from moe_lab.paths import PREFIX, check_name, is_path, valid_name
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class _Axes:
             if axis not in lists:
                 only_value = self.draft.composed.get(axis)
                 if only_value is None:
-                    only_value = CellConfig.__dataclass_fields__[axis].default
+                    only_value = default_of(CellConfig, axis)
                 values.append(validated(AXIS_TYPES[axis], only_value, axis))
             for value in lists.get(axis, ()):
                 with mistakes.caught():
@@ -327,25 +327,17 @@ class _Axes:
             assign(content, setting, value)
         choice = validated(AXIS_TYPES[axis], content, axis, f"{axis}={name}" if name else "")
         if isinstance(choice, CalibrationConfig):
-            choice = add_sources(self._checked_text(choice, name), self.files)
+            check_name("calibration.name", choice.name)
+            composed = self.draft.composed.get(axis) or {}
+            # whether this is the shipped set, as no setting names a set
+            is_default = name is None and "name" not in composed and choice.path.startswith(PREFIX)
+            choice = add_sources(replace(choice, is_default=is_default), self.files)
         # registered functions keep their names, and ModelConfig appends the value of top_k itself
         if not settings or axis in REGISTRIES or "top_k" in settings:
             return choice
         # such as _rank8 for the setting rank
         endings = [f"_{setting.rpartition('.')[2]}{value}" for setting, value in settings.items()]
         return replace(choice, name=valid_name("".join([choice.name, *endings])))
-
-    def _checked_text(self, text: CalibrationConfig, name: str | None) -> CalibrationConfig:
-        """`text`, a calibration set, with the field `is_default`, which is True for a shipped set
-        if no setting names a set."""
-        if text.name == "none":
-            raise UserError(
-                "calibration.name=none means no calibration: expected another name, such as none_1"
-            )
-        if name is None and text.path.startswith(PREFIX):
-            composed = self.draft.composed.get("calibration") or {}
-            return replace(text, is_default="name" not in composed)
-        return text
 
     def _content(self, axis: str, name: str | None) -> Document:
         """The settings of a choice, not yet checked. If `name` is not None, they are the content of

@@ -3,11 +3,12 @@ the identity of a step."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import (
     Annotated,
@@ -109,6 +110,15 @@ class Group:
                 "stands for"
             )
         return identity_fields(self)
+
+    def check_default(self, names: Iterable[str], reason: str) -> None:
+        """Raise ValueError for a setting in `names`, which is not read, unless it has its default.
+        `reason`: why it is not read."""
+        for name in names:
+            value = getattr(self, name)
+            default = default_of(type(self), name)
+            if value != default:
+                raise ValueError(f"{name}={value} {reason}: expected {as_typed(default)}")
 
     @model_validator(mode="before")
     @classmethod
@@ -317,6 +327,18 @@ def setting_type(kind: Any, path: Iterable[str]) -> Any:
         else:
             kind = fields_of(plain).get(part)
     return without_none(kind)
+
+
+def default_of(kind: Any, name: str) -> Any:
+    """The default of the field `name` of the class `kind`; MISSING if there is none."""
+    member = kind.__dataclass_fields__[name]
+    return member.default if member.default_factory is MISSING else member.default_factory()
+
+
+def as_typed(value: Any) -> str:
+    """The value of a setting, as users type it."""
+    # an empty text is typed as two quotation marks, which json.dumps makes
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def without_none(kind: Any) -> Any:

@@ -129,10 +129,8 @@ class BackendConfig(Group):
     def _check_arguments(self) -> Self:
         """Raise ValueError for arguments of a backend other than vllm, for arguments that moe_lab
         sets, and for wrong parallel sizes."""
-        if self.arguments and self.name != "vllm":
-            raise ValueError(
-                f"arguments={self.arguments} are of vllm.LLM: expected backend=vllm, or none"
-            )
+        if self.name != "vllm":
+            self.check_default(["arguments"], f"is for backend=vllm, not for {self.name}")
         for name, value in self.arguments.items():
             if name in RESERVED_ARGUMENTS:
                 raise ValueError(

@@ -279,13 +279,7 @@ class CalibrationConfig(Group):
         field and a template are set. Raise ValueError for a mixture if its shares do not add up to
         1, or if a setting in DOCUMENT_SETTINGS is set."""
         if self.sources:
-            for name in DOCUMENT_SETTINGS:
-                value = getattr(self, name)
-                if value != getattr(type(self), name):  # the default
-                    raise ValueError(
-                        f"{name}={value} beside sources: each set of a mixture is read by its own "
-                        f"{name}: expected it in the file of that set"
-                    )
+            self.check_default(DOCUMENT_SETTINGS, "beside sources, each of which has its own")
             total = math.fsum(source.share for source in self.sources)
             if abs(total - 1) > 1e-6:
                 raise ValueError(f"sources: the shares add up to {total:g}: expected 1")
@@ -346,18 +340,12 @@ class AllocationConfig(Group):
         """Raise ValueError for settings that the allocation does not read, and for a missing
         `search`."""
         for name, reader in ONLY_FOR.items():
-            if getattr(self, name) is not None and self.name != reader:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is only for allocation={reader}: expected null "
-                    f"with allocation={self.name}"
-                )
+            if self.name != reader:
+                self.check_default([name], f"is for allocation={reader}, not for {self.name}")
         if self.name == "evolutionary" and self.search is None:
             raise ValueError("search is not set: expected the name of a text with answers")
-        if self.protect is None and self.protect_layers != type(self).protect_layers:
-            raise ValueError(
-                f"protect_layers={self.protect_layers} is about super experts: expected "
-                f"protect=super, or {type(self).protect_layers}"
-            )
+        if self.protect is None:
+            self.check_default(["protect_layers"], "is for protect=super, which is not set")
         return self
 
 
@@ -442,34 +430,17 @@ class RecoveryConfig(Group):
                 f"{texts[0]} and {texts[1]} are both set: expected one of {', '.join(TEXTS)}"
             )
         if self.fit is not None:
-            self._check_others_are_default(
-                OF_FIT, f"is about training, and fit={self.fit} trains nothing"
+            self.check_default(
+                (setting.name for setting in fields(self) if setting.name not in OF_FIT),
+                f"is about training, and fit={self.fit} trains nothing",
             )
-        if self.distill is None and self.temperature != type(self).temperature:
-            raise ValueError(
-                f"temperature={self.temperature} is that of a distillation: expected distill=NAME"
-            )
+        if self.distill is None:
+            self.check_default(["temperature"], "is for distill=NAME, which is not set")
         if self.train == "routers":
             if not texts:
                 raise ValueError("train=routers has no text to train on: expected distill=NAME")
-            relevant_names = tuple(
-                field.name for field in fields(type(self)) if field.name not in OF_ADAPTERS
-            )
-            self._check_others_are_default(
-                relevant_names, "is about adapters, which train=routers does not have"
-            )
+            self.check_default(OF_ADAPTERS, "is about adapters, which train=routers does not have")
         return self
-
-    def _check_others_are_default(self, relevant_names: tuple[str, ...], reason: str) -> None:
-        """Raise ValueError for a setting that is not in `relevant_names`, unless the setting has
-        its default. `reason`: why the setting is not read."""
-        for setting in fields(type(self)):
-            value = getattr(self, setting.name)
-            default = setting.default
-            if callable(setting.default_factory):
-                default = setting.default_factory()
-            if setting.name not in relevant_names and value != default:
-                raise ValueError(f"{setting.name}={value} {reason}: expected {default}")
 
 
 @group

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field
+from dataclasses import MISSING
 from itertools import pairwise
 from typing import Any, NamedTuple, get_args, get_origin
 
 from moe_lab.config import BenchmarkConfig, CellConfig, Config
-from moe_lab.config.base import fields_of, without_none
+from moe_lab.config.base import as_typed, default_of, fields_of, without_none
 
 
 class Setting(NamedTuple):
@@ -57,13 +56,9 @@ def _settings_of(kind: Any, group: str) -> Iterator[Setting]:
         if fields_of(entry_type):
             subgroups.append((entry_type, f"{group}.{name}".lstrip(".")))
         if not fields_of(setting_type):
-            yield Setting(
-                group,
-                name,
-                _default(kind.__dataclass_fields__[name]),
-                meanings[name],
-                name in kind.basic,
-            )
+            default = default_of(kind, name)
+            text = "" if default is MISSING else as_typed(default)
+            yield Setting(group, name, text, meanings[name], name in kind.basic)
     for subgroup, key in subgroups:
         yield from _settings_of(subgroup, key)
 
@@ -82,15 +77,6 @@ def _meanings(kind: Any) -> dict[str, str]:
         ):
             meanings[field.target.id] = " ".join(ast.literal_eval(docstring.value).split())
     return meanings
-
-
-def _default(field: Field[Any]) -> str:
-    """The default of a field, as users type it."""
-    if field.default is MISSING and field.default_factory is MISSING:
-        return ""
-    value = field.default_factory() if field.default_factory is not MISSING else field.default
-    # an empty text is typed as two quotation marks, which json.dumps makes
-    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def basic_lines() -> str:
