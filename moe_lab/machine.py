@@ -98,11 +98,8 @@ def visible_gpus() -> list[str]:
 def gpu_count() -> int:
     """Number of GPUs that torch finds with the environment of this process. Torch is imported in
     another process, because the import takes seconds."""
-    try:
-        build = version("torch")
-    except PackageNotFoundError:
-        return 0
-    if build.endswith("+cpu"):
+    build = package_version("torch")
+    if build is None or build.endswith("+cpu"):
         return 0
     program = "import torch; print(torch.cuda.device_count())"
     completed = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True)

@@ -440,7 +440,7 @@ CELL_CHECKS: Sequence[tuple[tuple[str, ...], Callable[[Cell, Config], object]]] 
         ),
     ),
     (("recovery", "model", "allocation", "ratio"), _recovery_problems),
-    (("calibration", "allocation"), lambda cell, _: check_engine(cell)),
+    (("calibration", "criterion", "allocation"), lambda cell, _: check_engine(cell)),
     (("model", "allocation"), lambda cell, _: check_plan_file(cell)),
     (("model", "criterion", "allocation", "ratio"), _plan_problems),
     (

@@ -400,7 +400,7 @@ def test_a_hanging_squeue_is_reported(
 @pytest.mark.parametrize(
     ("squeue", "message"),
     [
-        (None, "there is no squeue here"),
+        (None, "squeue cannot be started (there is no such program)"),
         ("no program", "squeue cannot be started (Exec format error)"),
     ],
 )

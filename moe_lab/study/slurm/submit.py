@@ -232,7 +232,7 @@ class Submission:
             SubmittedJob(job, array_id, name, array.kind, tuple(step.id for step in steps), after)
             for job, steps in zip(ids, array.jobs, strict=True)
         )
-        counts = f"{_quantity(len(ids), 'job')}, {_quantity(len(array.step_ids), 'step')}"
+        counts = f"jobs: {len(ids)}, steps: {len(array.step_ids)}"
         print(f"{array_id}  {array.kind}: {counts}", flush=True)
         return array_id
 
@@ -328,11 +328,6 @@ def setup_lines(setup: Iterable[str]) -> list[str]:
     for line in setup:
         lines += [f"MOE_LAB_SETUP={shlex.quote(line)}", line]
     return [*lines, "set +e", "MOE_LAB_SETUP="]
-
-
-def _quantity(number: int, noun: str) -> str:
-    """Number and noun as text, such as "1 job" or "2 jobs"."""
-    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 @dataclass

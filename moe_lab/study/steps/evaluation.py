@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -247,10 +246,7 @@ class BenchmarkRun(Step):
         items = [step.read(files) for step in self.items.values()]
         cache = ResultCache(files.partial / COMPUTED)
         with self.engine(files) as engine:
-            answers = collect_answers(engine, list(zip(self.benchmarks, items, strict=True)), cache)
-        prompt = answers[0][0].prompt  # an example of what the model has read
-        print(f"{self.folder} asks, for example: {prompt!r}", file=sys.stderr, flush=True)
-        return answers
+            return collect_answers(engine, list(zip(self.benchmarks, items, strict=True)), cache)
 
     def weights(self, files: Files) -> Path:
         """Folder of the checkpoint that a server or vLLM reads."""

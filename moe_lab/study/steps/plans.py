@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import numpy
 
 from moe_lab import allocation, criteria, result_files
-from moe_lab.allocation import IdentifiedAllocation, list_file, shapes
+from moe_lab.allocation import IdentifiedAllocation, list_file, protection, shapes
 from moe_lab.allocation.grouping import GROUPINGS
 from moe_lab.allocation.problem import limits
 from moe_lab.calibration import IdentifiedText
@@ -38,6 +38,7 @@ from moe_lab.study.steps.scores import (
     gate_and_seed,
     input_roles,
     input_step,
+    plan_kinds,
     plugin_locations,
     score,
 )
@@ -85,14 +86,11 @@ def check_engine(cell: Cell) -> None:
     must have the whole model in memory."""
     if cell.calibration.engine != "streamed":
         return
-    name = cell.allocation.name
-    # "by" stands for the scores of a criterion, and is not a kind of step
-    kinds = [allocation.get(name).step, *(need for need in input_roles(cell) if need != "by")]
-    if any(KINDS[kind].whole_model for kind in kinds):
+    if any(kind.whole_model for kind in plan_kinds(cell)):
         raise UserError(
-            f"allocation={name} compares whole models, and calibration.engine=streamed has one "
-            "decoder layer in memory: expected calibration.engine=resident, or an allocation from "
-            "sums, such as uniform"
+            f"allocation={cell.allocation.name} compares whole models, and "
+            "calibration.engine=streamed has one decoder layer in memory: expected "
+            "calibration.engine=resident, or an allocation from sums, such as uniform"
         )
 
 
@@ -262,8 +260,6 @@ class PlanSetup(StepFields):
         facts = files.facts(facts_step)
         if self.allocation_settings["protect"] is None:
             return facts
-        from moe_lab.allocation import protection
-
         statistics = read(
             files.path(self.evidence["statistics"], STATISTICS), only=protection.STATISTIC
         )
@@ -272,12 +268,11 @@ class PlanSetup(StepFields):
     def origin(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Provenance of the plan: settings of the allocation, the hash of the model's files and,
         with allocation.protect, the ids of protected experts. `facts`: the result of `facts_of`."""
-        origin = {"allocation": self.allocation_settings, "model_sha256": facts["sha256"]}
-        if self.allocation_settings["protect"] is not None:
-            from moe_lab.allocation import protection
-
-            origin |= protection.protected_entry(facts)
-        return origin
+        return {
+            "allocation": self.allocation_settings,
+            "model_sha256": facts["sha256"],
+            **protection.protected_entry(facts),
+        }
 
 
 def plan_setup(cell: Cell) -> PlanSetup:

@@ -36,18 +36,18 @@ def input_roles(cell: Cell) -> tuple[str, ...]:
     return allocation.required_evidence(vars(cell.allocation))
 
 
+def plan_kinds(cell: Cell) -> list[Any]:
+    """Classes of the step that makes the cell's plan, and of its input steps."""
+    kinds = [allocation.get(cell.allocation.name).step, *criteria.get(cell.criterion.name).needs]
+    for role in input_roles(cell):
+        kinds += criteria.get(str(cell.allocation.by)).needs if role == "by" else [role]
+    return [step_class(kind) for kind in kinds]
+
+
 def reads_text(cell: Cell) -> bool:
     """Whether the step that makes the cell's plan, or one of its input steps, reads the calibration
     set."""
-    kinds = [
-        *criteria.get(cell.criterion.name).needs,
-        # "by" is no kind of step
-        *(role for role in input_roles(cell) if role != "by"),
-        allocation.get(cell.allocation.name).step,
-    ]
-    if cell.allocation.by is not None:
-        kinds += criteria.get(cell.allocation.by).needs
-    return any(step_class(kind).reads_text for kind in kinds)
+    return any(kind.reads_text for kind in plan_kinds(cell))
 
 
 def input_step(role: str, cell: Cell) -> Step:
