@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -350,7 +350,15 @@ def plan(
     A plan with replacement m_smoe or ream must be aligned by `align`. Warns when rounding changes
     the removed share, and when a removed and a retained score are equal. UserError for an
     infeasible ratio, and for missing or duplicate rows."""
-    from moe_lab.allocation import check_evidence, protection
+    from moe_lab.allocation import (
+        IdentifiedAllocation,
+        check,
+        check_evidence,
+        granularity_of,
+        protection,
+    )
+    from moe_lab.config import AllocationConfig
+    from moe_lab.config.base import validated
     from moe_lab.errors import UserError
     from moe_lab.pruning.plan import ROUNDED
     from moe_lab.pruning.selection import count_ties, plan_from_scores
@@ -363,11 +371,11 @@ def plan(
     values = scores_table(scores, statistics.facts["layers"], "plan")
     fields = {"multiple_of": multiple_of, "replacement": replacement, "protect": protect}
     fields |= {"name": allocation, "parameters": parameters}
-    if "channel" in scores:
-        identity = _allocation_identity(fields, "channel")
-    else:
-        identity = _allocation_identity(fields, "expert")
-    settings = {**identity, "ratio": ratio}
+    config: AllocationConfig = validated(
+        AllocationConfig, fields, "allocation", f"allocation={allocation}"
+    )
+    check(config, granularity_of(values))
+    settings = {**IdentifiedAllocation.of(config).identity, "ratio": ratio}
     check_evidence(settings, statistics.sums)
     facts = protection.add_super_experts(
         settings, statistics.facts, statistics.sums.get("statistics", {})
@@ -388,22 +396,6 @@ def plan(
             stacklevel=3,
         )
     return plan
-
-
-def _allocation_identity(
-    fields: Mapping[str, Any], granularity: Literal["expert", "channel"]
-) -> dict[str, Any]:
-    """Name of a setting -> value, for all settings of an allocation that affect the plan. `fields`:
-    field of AllocationConfig -> value."""
-    from moe_lab import allocation
-    from moe_lab.config import AllocationConfig
-    from moe_lab.config.base import validated
-
-    config: AllocationConfig = validated(
-        AllocationConfig, fields, "allocation", f"allocation={fields['name']}"
-    )
-    allocation.check(config, granularity)
-    return allocation.IdentifiedAllocation.of(config).identity
 
 
 @_checked

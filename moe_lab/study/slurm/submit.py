@@ -215,13 +215,10 @@ class Submission:
             with scheduler.submission_environment(options):
                 ids = self._submit_array(executor, self._functions(array))
         except (FailedJobError, FailedSubmissionError) as error:
-            resources = array.resources
-            sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
-            requested = {**resources, **sbatch_options, "sbatch": None}
+            options = job_options(array.resources["sbatch"], array.resources["gpus"] > 0)
+            requested = {**array.resources, **options, "sbatch": None}
             message = " ".join(str(error).split())
-            request = " ".join(
-                f"{key}={value}" for key, value in requested.items() if value not in (None, [])
-            )
+            request = " ".join(f"{key}={value}" for key, value in requested.items() if value)
             raise UserError(
                 f"sbatch says of {array.kind} jobs: {message}; they ask for {request}; "
                 f"{scheduler.advice(message, array.kind)}"

@@ -196,11 +196,8 @@ class Files:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
 
-        # without rows, zip gives nothing, and each column is empty
-        column_values = list(zip(*rows, strict=True)) or [()] * len(columns)
-        parquet.write_table(
-            arrow.table(dict(zip(columns, map(list, column_values), strict=True))), self.out / name
-        )
+        values = {column: [row[index] for row in rows] for index, column in enumerate(columns)}
+        parquet.write_table(arrow.table(values), self.out / name)
 
 
 def read_text(text: CalibrationConfig, tokenizer: Any, files: Files, rows: Rows = None) -> Any:

@@ -310,7 +310,12 @@ class Export(Step):
                 tokenizer=tokenizer_folder(model, source),
             )
             if self.verify and not is_recovered:
-                self._compare(source, pruned_folder, files)
+                from moe_lab.pruning.export.verify import verify  # loads torch
+
+                # on the CPU, because outputs on GPUs need not be equal bit for bit
+                trust = model.trust_remote_code
+                difference = verify(source, plan, pruned_folder, trust_remote_code=trust)
+                write_json(files.out / "verified.json", {"difference": difference})
             recovered_folder = pruned_folder
             if is_recovered:
                 recovered_folder = Path(scratch, "recovered") if is_converted else out
@@ -321,17 +326,6 @@ class Export(Step):
                 gguf.convert(
                     recovered_folder, out, gguf.converter(self.shape), f"{model.name}, pruned"
                 )
-
-    def _compare(self, source: Path, pruned_folder: Path, files: Files) -> None:
-        """Write the largest relative difference between the outputs of the pruned checkpoint and of
-        the masked model. Both run on the CPU, because outputs on GPUs need not be equal bit for
-        bit."""
-        from moe_lab.pruning.export.verify import verify
-
-        trust = self.pruned.model.trust_remote_code
-        plan = files.plan(self.plan)
-        difference = verify(source, plan, pruned_folder, trust_remote_code=trust)
-        write_json(files.out / "verified.json", {"difference": difference})
 
     def _write_recovered(self, pruned_folder: Path, out: Path, files: Files) -> None:
         """Write a copy of the checkpoint in `pruned_folder` to `out`, with the weights of the
