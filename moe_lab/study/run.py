@@ -80,8 +80,8 @@ def run(config: Config, requests: Sequence[Request], **options: bool) -> RunResu
 
 
 def print_forecast(study: Study) -> list[str]:
-    """Print a table of the steps of a study. With launcher=slurm, also print a table of the Slurm
-    jobs for the missing steps, and their scripts. Returns a sentence for each problem: the disk or
+    """Print a table of the steps of a study. With launcher=slurm, also print the scripts of
+    the Slurm jobs for the missing steps. Returns a sentence for each problem: the disk or
     the memory is too small, or the settings of jobs are wrong."""
     from moe_lab.study.other_stores import finished_in, open_other
 

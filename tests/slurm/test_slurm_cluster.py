@@ -149,7 +149,7 @@ def overlapping(cluster: Cluster, folder: Path) -> None:
     broken = instant.start("study=broken", "ratio=0.2,0.3,0.4,0.5", "criterion=random,magnitude")
     outputs = [run.communicate(timeout=JOB_SECONDS) for run in (wide, broken)]
     assert (wide.returncode, broken.returncode) == (0, 0), outputs
-    assert sum(printed.count("plan: 3 jobs, 3 steps") for printed, _ in outputs) >= 2, (
+    assert sum(printed.count("plan: 3 job(s), 3 step(s)") for printed, _ in outputs) >= 2, (
         "MaxArraySize is 3"
     )
     instant.release()
@@ -245,7 +245,7 @@ def parts_store(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> P
     result = moe_lab(store, *PASS_IN_PARTS, *SLURM, python, "wait=true")
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if " statistics: " in line]
-    assert [line.split(": ")[1] for line in lines] == ["3 jobs, 3 steps", "1 job, 1 step"]
+    assert [line.split(": ")[1] for line in lines] == ["3 job(s), 3 step(s)", "1 job(s), 1 step(s)"]
     return store
 
 

@@ -12,8 +12,6 @@ from itertools import chain, pairwise
 from math import ceil, inf
 from typing import Any
 
-from rich.table import Table
-
 from moe_lab.config import JobConfig, LauncherConfig, ResourcesConfig
 from moe_lab.config.pruning import DEVICE_MAPS
 from moe_lab.errors import UserError
@@ -133,20 +131,6 @@ def divide_into_arrays(
             for start in range(0, len(jobs), longest):
                 arrays.append(Array(kind, resources, jobs[start : start + longest]))
     return arrays
-
-
-def array_table(arrays: Iterable[Array]) -> Table:
-    """A table with a row for each array: numbers of jobs and steps, and the resources of one
-    job."""
-    header = ("array", "jobs", "steps", "GPUs", "CPUs", "GiB", "minutes", "partition")
-    table = Table(*header, title="what would be requested from Slurm for each job")
-    for array in arrays:
-        resources = array.resources
-        requests = [str(resources[name]) for name in ("gpus", "cpus", "memory", "minutes")]
-        partition = resources["partition"] or "default"
-        counts = (str(len(array.jobs)), str(sum(map(len, array.jobs))))
-        table.add_row(array.kind, *counts, *requests, partition)
-    return table
 
 
 def _jobs(steps: Sequence[Step], kind: str, settings: LauncherConfig) -> list[JobSteps]:

@@ -33,11 +33,10 @@ from moe_lab.study.estimates import seconds_estimator
 from moe_lab.study.provenance import CODE_STATE_FILE, code_state
 from moe_lab.study.record import Study
 from moe_lab.study.runs import RECORD_KIND, Run, SubmittedJob, runs
-from moe_lab.study.schedule import Schedule, console, inform
+from moe_lab.study.schedule import Schedule, inform
 from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import (
     Array,
-    array_table,
     divide_into_arrays,
     is_for_gpus,
     job_options,
@@ -229,7 +228,7 @@ class Submission:
             SubmittedJob(job, array_id, name, array.kind, tuple(step.id for step in steps), after)
             for job, steps in zip(ids, array.jobs, strict=True)
         )
-        counts = f"jobs: {len(ids)}, steps: {len(array.step_ids)}"
+        counts = f"{len(ids)} job(s), {len(array.step_ids)} step(s)"
         print(f"{array_id}  {array.kind}: {counts}", flush=True)
         return array_id
 
@@ -302,10 +301,9 @@ class Preview(Submission):
 
 
 def preview(study: Study, steps: Sequence[Step]) -> None:
-    """Print a table of the Slurm jobs that would compute `steps`, and then their scripts, in the
-    order of submission. UserError as in `arrays_for`."""
+    """Print the scripts of the Slurm jobs that would compute `steps`, in the order of submission.
+    UserError as in `arrays_for`."""
     arrays = arrays_for(steps, study, time_limits={})
-    console.print(array_table(arrays))
     run = Run(study.store, study.store.root / "runs" / study.config.study / "RUN")
     submission = Preview(study, run)
     for array in arrays:
