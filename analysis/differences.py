@@ -15,7 +15,7 @@ from scipy.special import stdtrit
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.items import answers
-from moe_lab.analysis.load.reader import Reader, records
+from moe_lab.analysis.load.reader import records
 from moe_lab.analysis.load.settings import AXES, labels
 from moe_lab.analysis.load.studies import studies
 from moe_lab.analysis.load.study import Study, load
@@ -195,10 +195,10 @@ def page_plans(study: Study) -> dict[str, Any]:
     """The numbers from which the page computes the differences between two cells, as `compare`
     does. Frames with a column for each cell:
 
-    - outcomes: benchmark (display name), outcomes, and "units CELL" with the weights of the items
-      for a cell unless they are equal; a row for each item
-    - retained: layer, expert, retained shares
-    - costs: cost (see `plans.COSTS`), values
+    - outcomes: outcomes, and "units CELL" with the weights of the items for a cell unless they are
+      equal; a row for each item, with index benchmark (display name) and item
+    - retained: retained shares, with index layer and expert
+    - costs: values, with index cost (see `plans.COSTS`)
 
     and
 
@@ -214,13 +214,11 @@ def page_plans(study: Study) -> dict[str, Any]:
     outcomes, note = _sample(
         outcomes.join(units.add_prefix("units ")), outcomes.size / MOST_OUTCOMES
     )
-    outcomes = outcomes.rename(index=names.benchmark)
-    retained = study.retained.pivot(index=KEYS[1], columns="cell", values="share")
     degrees_of_freedom = np.arange(1, max(2, len(outcomes)))
     return {
-        "outcomes": outcomes.reset_index(),
-        "retained": retained.reset_index(),
-        "costs": study.costs.T.rename_axis(KEYS[2]).reset_index(),
+        "outcomes": outcomes.rename(index=names.benchmark),
+        "retained": study.retained.pivot(index=KEYS[1], columns="cell", values="share"),
+        "costs": study.costs.T,
         "cells": cells[["cell"]].assign(
             label=cells["cell"].map(labels(study.cells)),
             unpruned=unpruned.groupby(cells["model"]).transform("first"),
@@ -234,17 +232,15 @@ def page_answers(study: Study) -> dict[str, str]:
     """Display name of a benchmark -> its answers, packed. Benchmarks without texts, or with texts
     that are not shareable, are left out. Of several answers to an item the first counts.
 
-    - items: frame with key, item, prompt, right_answer
-    - answers: for each distinct answer to an item [key, verdict, answer, list of cells]
+    - items: for each item [item, prompt, right_answer, answers], with [verdict, answer, list of
+      cells] for each distinct answer
     - note: as in `page_plans`
     """
     results = study.results
-    # texts that are missing leave no gap in the report
-    reader = Reader(study.store)
     columns = ["benchmark", "item", "outcome", "output", "extracted", "limit", "loop"]
     documents = {}
     for benchmark, rows in results.groupby("benchmark", sort=False):
-        frame = answers(rows, reader, columns)
+        frame = answers(rows, study.reader, columns)
         frame = frame[frame["benchmark"] == benchmark].drop_duplicates(["folder", "key"])
         if (frame["answer"] == "").all():
             continue
@@ -253,19 +249,15 @@ def page_answers(study: Study) -> dict[str, str]:
             verdict += np.where(frame[column] == 1, remark, "")
         items = frame[["key", "item", "prompt", "right_answer"]].drop_duplicates("key")
         frame = rows[["cell", "folder"]].merge(frame.assign(verdict=verdict), on="folder")
-        cells: dict[tuple[str, ...], list[int]] = {}
-        for cell, *distinct in frame[["cell", "key", "verdict", "answer"]].to_numpy(object):
-            cells.setdefault(tuple(distinct), []).append(cell)
-        characters = items["prompt"].str.len().sum() + sum(len(answer) for _, _, answer in cells)
-        share = characters * results["benchmark"].nunique() / MOST_CHARACTERS
+        cells = frame.groupby(["key", "verdict", "answer"], sort=False)["cell"].agg(list)
+        answers_of_key: dict[str, list[Any]] = {}
+        for key, *answer in cells.reset_index().to_numpy().tolist():
+            answers_of_key.setdefault(key, []).append(answer)
+        texts = [*items["prompt"], *cells.index.get_level_values("answer")]
+        share = sum(map(len, texts)) * results["benchmark"].nunique() / MOST_CHARACTERS
         items, note = _sample(items, share)
-        keys = set(items["key"])
-        distinct_answers = [
-            [*distinct, cells[distinct]] for distinct in cells if distinct[0] in keys
-        ]
-        documents[names.benchmark(str(benchmark))] = packed(
-            {"items": items, "answers": distinct_answers, "note": note}
-        )
+        rows_of_items = [[*item, answers_of_key[key]] for key, *item in items.to_numpy().tolist()]
+        documents[names.benchmark(str(benchmark))] = packed({"items": rows_of_items, "note": note})
     return documents
 
 

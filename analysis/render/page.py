@@ -89,7 +89,7 @@ def write(page: Page, path: Path, library: str) -> None:
     scripts = _write_data(page, path.parent / DATA)
     text = environment.get_template("page.html.j2").render(
         page=page, css=files["page.css"], code=files["page.js"], library=library, scripts=scripts,
-        menus=_script_json(page.menus), theme=_THEME, footnotes=table.footnotes,
+        theme=_THEME, footnotes=table.footnotes,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
 
@@ -109,8 +109,8 @@ def identifier(item: Table | Figure) -> str:
 
 
 def packed(document: Mapping[str, Any]) -> str:
-    """A document as JSON, compressed by gzip, in base64. Frames have a list of columns, and data, a
-    list of rows."""
+    """A document as JSON, compressed by gzip, in base64. Frames have a list of columns, index, and
+    data, a list of rows."""
     # without a time, so that equal documents are equal files
     return b64encode(gzip.compress(_json(document).encode(), mtime=0)).decode()
 
@@ -120,7 +120,7 @@ def _json(document: Mapping[str, Any]) -> str:
     entries = []
     for name, value in document.items():
         if isinstance(value, pd.DataFrame):
-            text = value.to_json(orient="split", index=False)
+            text = value.to_json(orient="split")
         else:
             text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         entries.append(f'"{name}":{text}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ def frame_and_formats(rows: pd.DataFrame, columns: Columns) -> dict[str, Any]:
     return {"frame": display_frame(rows, sources), "formats": formats}
 
 
-def with_minus_signs(number: str) -> str:
+def _with_minus_signs(number: str) -> str:
     """`number` with minus signs (−) in place of hyphens."""
     return number.replace("-", "−")
 
@@ -109,7 +110,7 @@ def format_number(value: object, form: str) -> str:
     """A number as text; GAP for None and NaN. form: the number's format, such as `{:.3f}`."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return GAP
-    return with_minus_signs(form.format(value)).replace("%", " %")
+    return _with_minus_signs(form.format(value)).replace("%", " %")
 
 
 @lru_cache(maxsize=128)
@@ -217,37 +218,25 @@ def _tex(value: object) -> str:
 
 
 def content(table: Table) -> dict[str, Any]:
-    """The table for the page's script: texts of its cells, and by number of a column whether they
-    are bold, and their intervals."""
-    texts = printed_texts(table)
-    columns = list(map(str, texts))
-    bold = table.bold if table.bold is not None else texts[:0]
-    intervals = _interval_texts(table)
-    # the rows of unpruned models are filtered by the ratio of their block, and print another
-    hidden = {"Pruned": list(table.frame["Pruned"])} if UNPRUNED in texts.to_numpy() else {}
-    return {
-        "columns": columns,
-        "numbers": [column in table.formats for column in columns],
-        "rows": texts.astype(str).to_numpy().tolist(),
-        "bold": {columns.index(str(name)): bold[name].tolist() for name in bold if len(bold)},
-        "intervals": {columns.index(name): values for name, values in intervals.items()},
-        "hidden": hidden if "Pruned" in columns else {},
+    """The table for the page's script: rows with the HTML of their cells, and, by number of a row,
+    the ratio by which the page filters the row of an unpruned model."""
+    rows = _marked_frame(table, "<b>{}</b>", html.escape)
+    if table.low is not None and table.high is not None:
+        for column in table.low.columns.intersection(table.frame.columns):
+            form = "{:.2f} to {:.2f}" if table.formats[column] == SCORE else "{:.1f} to {:.1f}"
+            ends = zip(table.low[column], table.high[column], strict=True)
+            rows[html.escape(column)] += [
+                "" if pd.isna(low + high) else f"<small>{_with_minus_signs(form.format(low, high))}"
+                for low, high in ends
+            ]
+    ratios = table.frame.get("Pruned", [])
+    printed_ratios = printed_frame(table).get("Pruned", [])
+    pruned = {
+        row: ratio
+        for row, (ratio, printed) in enumerate(zip(ratios, printed_ratios, strict=True))
+        if ratio != printed
     }
-
-
-def _interval_texts(table: Table) -> dict[str, list[str]]:
-    """Column -> the interval of each number as text, with fewer decimals; "" without one."""
-    if table.low is None or table.high is None:
-        return {}
-    texts = {}
-    for column in table.low.columns.intersection(table.frame.columns):
-        form = "{:.2f} to {:.2f}" if table.formats[column] == SCORE else "{:.1f} to {:.1f}"
-        ends = zip(table.low[column].astype(float), table.high[column].astype(float), strict=True)
-        texts[column] = [
-            "" if math.isnan(low + high) else with_minus_signs(form.format(low, high))
-            for low, high in ends
-        ]
-    return texts
+    return {"rows": rows.to_numpy().tolist(), "pruned": pruned}
 
 
 RENDERERS: dict[str, Callable[[Table], str]] = {

@@ -17,14 +17,15 @@ async function load(id) {
 }
 
 const form = document.querySelector(".bar");
+const menus = [...form.querySelectorAll("select")];
 const selected = (menu) => form.elements[menu]?.value ?? "";
 const redraws = []; // one function for each drawn item
 
 // Whether all menus let a row pass. valueOf: menu -> the row's value; what has none always passes.
-const passes = (valueOf, initial = {}) => Object.keys(MENUS).every((menu) => {
-  const wanted = selected(menu) || initial[menu];
-  const value = valueOf(menu);
-  return !wanted || !value || value === wanted || value.startsWith(`${wanted},`);
+const passes = (valueOf, initial = {}) => menus.every(({ name, value }) => {
+  const wanted = value || initial[name];
+  const found = valueOf(name);
+  return !wanted || !found || found === wanted || found.startsWith(`${wanted},`);
 });
 
 async function drawChart(box, spec) {
@@ -44,75 +45,74 @@ async function drawChart(box, spec) {
   else size = panel.width = Math.min(size, width - labels / 2 - 70);
   spec.columns = Math.max(1, Math.min(spec.columns, Math.floor((width - labels / 2 + 20) / (size + 20))));
   box.classList.add("chart");
-  const options = { actions: { export: true, source: false, compiled: false, editor: false }, renderer: "svg", logLevel: 1, tooltip: { theme: matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light" } };
-  const { view } = await vegaEmbed(box, spec, options);
-  redraws.push(() => view.data("rows", shown()).runAsync());
+  const { view } = await vegaEmbed(box, spec, { renderer: "svg", logLevel: 1, tooltip: { theme: "dark" } });
+  return () => view.data("rows", shown()).runAsync();
 }
 
-const escaped = (text) => String(text).replace(/[&<>"]/g, (sign) => `&#${sign.charCodeAt(0)};`);
-const numberOf = (text) => parseFloat(text.replace("−", "-").replaceAll(",", ""));
+// ---- Tables
+
 const MOST_ROWS = 500;
 
-// read: returns the table, which can depend on menus
-async function drawTable(box, read) {
-  const figure = box.closest("figure");
-  let order = null; // [column, sign]
-  let latest = 0;
-  const render = async () => {
-    const turn = ++latest;
-    const { columns, numbers, rows, bold, intervals, hidden, note = "" } = await read();
-    if (turn < latest) return; // the menus have changed meanwhile
-    const words = selected("search").toLowerCase();
-    const isMetric = (name) => MENUS.Metric?.includes(name);
-    const only = columns.find((name) => isMetric(name) && name === selected("Metric"));
-    const shown = [...columns.keys()].filter((i) => !only || columns[i] === only || !isMetric(columns[i]));
-    const found = [...rows.keys()].filter((i) => rows[i].join(" ").toLowerCase().includes(words) && passes((menu) => hidden?.[menu]?.[i] ?? rows[i][columns.indexOf(menu)]));
-    if (order) {
-      const [column, sign] = order;
-      const byText = (a, b) => sign * a.localeCompare(b, undefined, { numeric: true });
-      const byNumber = (a, b) => isNaN(a) - isNaN(b) || sign * (a - b);
-      found.sort((a, b) => {
-        const pair = [rows[a][column], rows[b][column]];
-        return numbers[column] ? byNumber(...pair.map(numberOf)) : byText(...pair);
-      });
-    }
-    const kind = (i) => numbers[i] ? "number" : "text";
-    const head = shown.map((i) => `<th scope=col class=${kind(i)} aria-sort=${order?.[0] === i ? (order[1] > 0 ? "ascending" : "descending") : "none"}><button type=button data-column=${i}>${escaped(columns[i])}</button>`);
-    const cell = (row, i) => {
-      const text = escaped(rows[row][i]);
-      const interval = intervals?.[i]?.[row];
-      return `<td class=${kind(i)} title="${text}"><div>${bold?.[i]?.[row] ? `<b>${text}</b>` : text}</div>${interval ? `<small>${interval}</small>` : ""}`;
-    };
-    const body = found.slice(0, MOST_ROWS).map((row) => `<tr class=${rows[row].includes("Unpruned") ? "unpruned" : ""}>${shown.map((i) => cell(row, i)).join("")}`);
-    const cut = found.length > MOST_ROWS ? `The first ${MOST_ROWS} of ${found.length} rows: choose in the menus, or search.` : "";
-    box.innerHTML = `<table><thead><tr>${head.join("")}<tbody>${body.join("")}</table><p>${note}${cut}`;
-    figure.hidden = words !== "" && found.length === 0;
-    figure.classList.toggle("wide", columns.length > 7);
-  };
-  box.addEventListener("click", async (event) => {
-    const button = event.target.closest("button");
-    if (!button) return;
-    const column = Number(button.dataset.column);
-    const first = button.closest(".number") ? -1 : 1;
-    order = [column, order?.[0] === column ? -order[1] : first];
-    await render();
-    box.querySelector(`button[data-column="${column}"]`).focus();
-  });
-  await render();
-  redraws.push(render);
+// Fills a table with rows of HTML. pruned: number of an unpruned model's row -> its value for menus
+function fill(table, { rows, pruned = {}, note = "" }) {
+  const kinds = Array.from(table.rows[0].cells, (head) => head.className);
+  const cell = (html, i) => `<td class=${kinds[i]}><div>${html}</div>`;
+  const start = (i) => i in pruned ? `<tr data-pruned="${pruned[i]}">` : "<tr>";
+  table.tBodies[0].innerHTML = rows.map((row, i) => start(i) + row.map(cell).join("")).join("");
+  table.nextElementSibling.textContent = note;
 }
 
-// ---- Tables on two plans A and B
+// Sorts the rows, and hides those that the menus and the search leave out, and unselected metrics.
+function arrange(table) {
+  const [body] = table.tBodies;
+  const sorted = table.querySelector("[aria-sort$=ending]");
+  if (sorted) {
+    const sign = sorted.ariaSort === "ascending" ? 1 : -1;
+    const textOf = (row) => row.cells[sorted.cellIndex].textContent;
+    const numberOf = (text) => parseFloat(text.replace("−", "-").replaceAll(",", ""));
+    const byText = (a, b) => sign * a.localeCompare(b, undefined, { numeric: true });
+    const byNumber = (a, b) => isNaN(a) - isNaN(b) || sign * (a - b);
+    const order = sorted.className === "number" ? (a, b) => byNumber(numberOf(a), numberOf(b)) : byText;
+    body.append(...[...body.rows].sort((a, b) => order(textOf(a), textOf(b))));
+  }
+  const columns = Array.from(table.rows[0].cells, (head) => head.textContent);
+  const words = selected("search").toLowerCase();
+  let found = 0;
+  for (const row of body.rows) {
+    const valueOf = (menu) => menu === "Pruned" && row.dataset.pruned || row.cells[columns.indexOf(menu)]?.textContent;
+    const isFound = passes(valueOf) && row.textContent.toLowerCase().includes(words);
+    row.hidden = !isFound || ++found > MOST_ROWS;
+  }
+  const metric = selected("Metric");
+  const metrics = Array.from(form.elements.Metric ?? [], (option) => option.value);
+  const isHidden = (name) => columns.includes(metric) && metrics.includes(name) && name !== metric;
+  for (const row of table.rows) columns.forEach((name, i) => row.cells[i].hidden = isHidden(name));
+  table.createCaption().textContent = found > MOST_ROWS ? `The first ${MOST_ROWS} of ${found} rows: choose in the menus, or search.` : "";
+  table.closest("figure").hidden = words !== "" && found === 0;
+}
+
+document.addEventListener("click", ({ target }) => {
+  const head = target.closest("th");
+  if (!head) return;
+  // numbers are first sorted from the greatest, texts from A
+  const isAscending = head.ariaSort === "descending" || head.ariaSort === "none" && head.className === "text";
+  for (const other of head.parentNode.cells) other.ariaSort = "none";
+  head.ariaSort = isAscending ? "ascending" : "descending";
+  arrange(head.closest("table"));
+});
+
+// ---- Two plans A and B
 
 // The rows in which A and B have a value, of a frame with a column for each plan
-function pairs({ columns, data }, a, b) {
+function pairs({ columns, index, data }, a, b) {
   const [ofA, ofB, units] = [a, b, `units ${a}`].map((name) => columns.indexOf(name));
-  const rows = data.map((row) => ({ keys: row, a: row[ofA], b: row[ofB], weight: row[units] ?? 1 }));
+  const rows = data.map((row, i) => ({ keys: [index[i]].flat(), a: row[ofA], b: row[ofB], weight: row[units] ?? 1 }));
   return rows.filter((row) => row.a != null && row.b != null);
 }
 
 const sum = (items, valueOf) => items.reduce((total, item) => total + valueOf(item), 0);
 const { format } = new Intl.NumberFormat("en", { maximumFractionDigits: 4 });
+const texts = ({ keys, a, b }) => [...keys, format(a), format(b)];
 
 // Number of items, means of A and B, their difference and its interval, as `moe-lab compare`
 function difference(items, quantiles) {
@@ -126,69 +126,67 @@ function difference(items, quantiles) {
   return [format(n), ...scores.map((score) => score.toFixed(3).replace("-", "−"))];
 }
 
-// Which items are shown, by the verdicts on the unpruned model, A and B
+// Whether an item is shown, by the verdicts on the unpruned model, A and B
 const filters = {
-  "all items": () => true,
+  "": () => true,
   "right before, wrong after": (before, a, b) => before.startsWith("right") && `${a} ${b}`.includes("wrong"),
   "differs between A and B": (before, a, b) => a.split(",")[0] !== b.split(",")[0],
   "cut off": (before, a, b) => `${a} ${b}`.includes("cut off"),
   "loops": (before, a, b) => `${a} ${b}`.includes("loops"),
 };
-form.elements.Show?.append(...Object.keys(filters).map((name, i) => new Option(name, i ? name : "")));
 
+// Contents of the tables, by id
 const planTables = {
   "plans-scores": ({ outcomes, quantiles, note }, a, b) => {
     const benchmarks = Map.groupBy(pairs(outcomes, a, b), ({ keys }) => keys[0]);
-    const rows = [...benchmarks].map(([name, items]) => [name, ...difference(items, quantiles)]);
-    return { columns: ["Benchmark", "Items", "A", "B", "A − B", "low", "high"], numbers: Array(7).fill(true, 1), rows, note };
+    return { rows: [...benchmarks].map(([name, items]) => [name, ...difference(items, quantiles)]), note };
   },
-  "plans-costs": ({ costs }, a, b) => {
-    const rows = pairs(costs, a, b).map((cost) => [cost.keys[0], format(cost.a), format(cost.b)]);
-    return { columns: ["Cost", "A", "B"], numbers: [false, true, true], rows };
-  },
-  "plans-experts": ({ retained }, a, b) => {
-    const experts = pairs(retained, a, b).filter((expert) => expert.a !== expert.b);
-    const names = (list) => list?.map(({ keys }) => keys[1]).join(", ") ?? "";
-    const rows = [...Map.groupBy(experts, ({ keys }) => keys[0])].map(([layer, list]) => {
-      const sides = Map.groupBy(list, (expert) => expert.a > expert.b);
-      return [String(layer), names(sides.get(true)), names(sides.get(false))];
-    });
-    return { columns: ["Layer", "A keeps, B drops", "B keeps, A drops"], numbers: [true], rows };
-  },
+  "plans-costs": ({ costs }, a, b) => ({ rows: pairs(costs, a, b).map(texts) }),
+  "plans-experts": ({ retained }, a, b) => ({ rows: pairs(retained, a, b).filter((row) => row.a !== row.b).map(texts) }),
   "plans-answers": async ({ cells }, a, b, before) => {
-    const { items, answers, note } = await contentOf(`answers-${form.elements.Benchmark.selectedIndex}`);
-    const isShown = filters[selected("Show") || "all items"];
-    const answersOf = Map.groupBy(answers, ([key]) => key);
+    const { items, note } = await contentOf(`answers-${form.elements.Benchmark.selectedIndex}`);
+    const isShown = filters[selected("Show")];
+    const plans = cells.data.filter(([, , unpruned]) => unpruned === before);
     const rows = [];
-    for (const [key, item, prompt, rightAnswer] of items.data) {
-      const all = answersOf.get(key);
-      const three = [before, a, b].map((cell) => all.find(([, , , members]) => members.includes(cell)) ?? [key, "–", ""]);
-      if (!isShown(...three.map(([, verdict]) => verdict))) continue;
-      const others = all.map(([, verdict, answer, members]) => {
-        const plans = cells.data.filter(([cell, , unpruned]) => unpruned === before && members.includes(cell));
-        return plans.length ? `${verdict} (${plans.length})\n${answer}\n${plans.map(([, label]) => label).join(", ")}` : "";
+    for (const [item, prompt, rightAnswer, answers] of items) {
+      const three = [before, a, b].map((cell) => answers.find(([, , members]) => members.includes(cell)) ?? ["–", ""]);
+      if (!isShown(...three.map(([verdict]) => verdict))) continue;
+      const all = answers.map(([verdict, answer, members]) => {
+        const labels = plans.filter(([cell]) => members.includes(cell)).map(([, label]) => label);
+        return labels.length ? `${verdict}\n${answer}\n${labels.join(", ")}\n\n` : "";
       });
-      rows.push([`${item}\n${prompt}`, rightAnswer, ...three.map(([, verdict, answer]) => `${verdict}\n${answer}`), others.filter(Boolean).join("\n\n")]);
+      rows.push([`${item}\n${prompt}`, rightAnswer, ...three.map(([verdict, answer]) => `${verdict}\n${answer}`), all.join("")]);
     }
-    return { columns: ["Item", "Right answer", "Unpruned", "A", "B", "All plans of A's model"], numbers: [], rows, note: `${rows.length} items. ${note}` };
+    return { rows, note: `${rows.length} items. ${note}` };
   },
 };
 
-// The table on the plans that the menus A and B choose
-function planTable(name, plans) {
+// The contents of a table on the plans that the menus A and B choose, as HTML
+async function planTable(id, plans) {
   const [[a, , before], [b]] = ["A", "B"].map((menu) => plans.cells.data[form.elements[menu].selectedIndex]);
-  return planTables[name](plans, a, b, before);
+  const { rows, note } = await planTables[id](plans, a, b, before);
+  return { rows: rows.map((row) => row.map((text) => new Option(text).innerHTML)), note };
 }
+
+// ---- Drawing
 
 async function draw(figure) {
   if (figure.dataset.drawn) return;
   figure.dataset.drawn = "drawn";
+  const { id } = figure;
   const box = figure.querySelector(".scroll");
-  const name = figure.id;
+  const table = box.querySelector("table");
   try {
-    const content = await contentOf(name in planTables ? "plans" : name);
-    if (content.spec) await drawChart(box, content);
-    else await drawTable(box, () => content.cells ? planTable(name, content) : content);
+    const content = await contentOf(id in planTables ? "plans" : id);
+    let redraw = () => arrange(table);
+    if (content.spec) redraw = await drawChart(box, content);
+    else if (content.rows) fill(table, content);
+    else redraw = async () => {
+      fill(table, await planTable(id, content));
+      arrange(table);
+    };
+    redraws.push(redraw);
+    await redraw();
   } catch (error) {
     box.textContent = error.message;
   }
@@ -205,14 +203,14 @@ async function printAll() {
 }
 
 // The address keeps the menus' values, so that a link shows the same view.
-function readAddress() {
-  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) if (form.elements[name]) form.elements[name].value = value;
-}
+for (const [name, value] of new URLSearchParams(location.hash.slice(1))) if (form.elements[name]) form.elements[name].value = value;
+let drawing = Promise.resolve();
 function update() {
   const state = new URLSearchParams([...new FormData(form)].filter(([, value]) => value));
   history.replaceState(null, "", `#${state}`);
   if (selected("search")) openAll();
-  return Promise.all(redraws.map((redraw) => redraw()));
+  // one after the other, so that the last choice is shown
+  drawing = drawing.finally(() => Promise.all(redraws.map((redraw) => redraw())));
 }
 
 document.addEventListener("input", update); // some menus are outside of the form
@@ -223,8 +221,6 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
   printAll();
 });
-addEventListener("beforeprint", openAll);
-addEventListener("hashchange", () => { form.reset(); readAddress(); });
+addEventListener("hashchange", () => location.reload());
 for (const chapter of chapters) chapter.addEventListener("toggle", () => drawAll(chapter));
-readAddress();
 addEventListener("DOMContentLoaded", () => drawAll(document.querySelector(".first")));
