@@ -9,11 +9,10 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import passes, plans, settings
-from moe_lab.analysis.load.passes import ABLATION, MEASURES, shown_passes
+from moe_lab.analysis.load.passes import ABLATION, MEASURES, PASS, shown_passes
 from moe_lab.analysis.load.reader import (
     groups,
     records,
-    step_kind,
     steps_with_inputs,
     time_and_memory,
 )
@@ -37,24 +36,26 @@ from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import SCORE, Table
 from moe_lab.analysis.stats.comparison import Comparison
-from moe_lab.analysis.stats.ranks import correlations, rank_correlation_by_layer
 
 TRUTHS = {"second": "layer loss", "ablation": "model loss"}
 """Exact measure of an expert's effect -> the loss whose change it measures."""
-PRIORS = {
-    "tokens": ("usage",),
-    "first": ("ala1",),
-    "second": ("ala2", "true_ablation"),
-    "ablation": ("loss",),
+MEASURE_OF_PRIOR = {
+    "usage": "tokens",
+    "ala1": "first",
+    "ala2": "second",
+    "true_ablation": "second",
+    "loss": "ablation",
 }
-"""Measure of an expert -> the priors of allocation=coverage that are proportional to it."""
+"""Prior of allocation=coverage -> the measure of experts to which it is proportional."""
 EQUAL_COLUMNS = ["ratio", "criterion", "gate", "other_settings"]
 """Plans with equal values in these columns differ in the prior alone."""
 SECONDS = "Time (s)"
+FEWEST_EXPERTS = 3
+"""Fewest experts over which a correlation is computed."""
 
 
 @output("coverage.table14", chapter="attribution", needs=ABLATIONS)
-def agreement_table(results: Results) -> Table:
+def agreement_table(results: Results) -> Table | None:
     """Agreement of attributions with ablations, and seconds of attributions.
 
     Table 14: correlations of each of MEASURES with each of TRUTHS over experts. A row per
@@ -62,33 +63,36 @@ def agreement_table(results: Results) -> Table:
     kinds = ("Pearson", "Rank", "Rank in a layer", "Pearson of channels kept")
     columns = [f"{kind}, {truth}" for truth in TRUTHS.values() for kind in kinds]
     study = results.study
-    rows = []
-    machines = []
-    for key, experts in groups(study.experts, ["model", "calibration"]):
+    shown_folders = shown_passes(study.cells)["statistics_folder"]
+    cells_of_passes = study.cells[study.cells["statistics_folder"].isin(shown_folders)]
+    frames = []
+    machines: list[str] = []
+    for key, experts in groups(study.experts, PASS):
         if experts["ablation"].isna().all():
             continue
-        is_of_group = (study.cells["model"] == key["model"]) & (
-            study.cells["calibration"] == key["calibration"]
+        cells = cells_of_passes[(cells_of_passes[PASS] == tuple(key.values())).all(axis=1)]
+        measures = experts[list(MEASURES)]
+        by_layer = measures.groupby(experts["layer"]).corr("spearman", FEWEST_EXPERTS)
+        # each has a row and a column for each measure
+        correlations = (
+            measures.corr("pearson", FEWEST_EXPERTS),
+            measures.corr("spearman", FEWEST_EXPERTS),
+            by_layer.groupby(level=1).mean(),
+            channel_agreement(study, cells),
         )
-        cells = study.cells[is_of_group]
-        plans_with_priors = cells.join(plans.priors(cells, study.reader), how="inner")
-        seconds, step_machines = seconds_and_machines(study, cells)
-        machines += step_machines
-        for measure in MEASURES:
-            numbers: list[float] = []  # for each truth, one number per kind
-            for truth in TRUTHS:
-                if measure == truth:
-                    numbers += [1.0, 1.0, 1.0]
-                else:
-                    correlation = correlations(experts, measure, truth)
-                    rank_in_layer = rank_correlation_by_layer(experts, measure, truth)
-                    numbers += [correlation["linear"], correlation["rank"], rank_in_layer]
-                numbers.append(channel_agreement(plans_with_priors, study.retained, measure, truth))
-            calibration = names.calibration(key["calibration"])
-            estimate = names.capitalised(MEASURES[measure])
-            time = seconds["ablation" if measure == "ablation" else "pass"]
-            rows.append((key["model"], calibration, estimate, *numbers, time))
-    text_columns = ["Model", "Calibration", "Estimate"]
+        numbers = [matrix.get(truth) for truth in TRUTHS for matrix in correlations]
+        frame = pd.concat(numbers, axis=1).set_axis(columns, axis=1).reindex(list(MEASURES))
+        steps = time_and_memory(steps_with_inputs(cells["plan_folder"], study.reader), study.reader)
+        steps = steps.drop_duplicates("kind").set_index("kind").reindex(["statistics", ABLATION])
+        machines += steps["machine"].dropna().tolist()
+        frame[SECONDS] = steps.loc["statistics", "seconds"]
+        frame.loc[ABLATION, SECONDS] = steps.loc[ABLATION, "seconds"]
+        frame["Model"] = key["model"]
+        frame["Calibration"] = names.calibration(key["calibration"])
+        frame["Estimate"] = frame.index.map(MEASURES).map(names.capitalised)
+        frames.append(frame)
+    if not frames:
+        return None
     return Table(
         title="Agreement of attributions with the effect of removing an expert",
         caption="Correlations over experts: Pearson's and Spearman's over all layers, Spearman's "
@@ -101,59 +105,27 @@ def agreement_table(results: Results) -> Table:
         "step that measures it. One forward pass gives all estimates but the ablation, so first "
         f"and second order take the same time. {SECONDS_NOTE}{machines_sentence(machines)}Based on "
         f"{pass_setup(study)}",
-        frame=pd.DataFrame(rows, columns=[*text_columns, *columns, SECONDS]),
+        frame=pd.concat(frames)[["Model", "Calibration", "Estimate", *columns, SECONDS]],
         formats={**dict.fromkeys(columns, SCORE), SECONDS: "{:,.1f}"},
         optional=(*columns, SECONDS),
     )
 
 
-def channel_agreement(
-    plans_with_priors: pd.DataFrame, retained: pd.DataFrame, measure: str, truth: str
-) -> float:
-    """Pearson's correlation, over experts, between the shares of channels that two plans retain.
-    The first plan's prior is proportional to `measure`, the second plan's prior to `truth`.
+def channel_agreement(study: Study, cells: pd.DataFrame) -> pd.DataFrame:
+    """Pearson's correlations, over experts, between the shares of channels that two plans retain. A
+    row and a column for each measure to which the prior of a plan is proportional.
 
-    Returns the mean over pairs of plans: one pair for each combination of values in EQUAL_COLUMNS.
-
-    plans_with_priors: a row per plan with index cell, and the columns "prior" and EQUAL_COLUMNS;
-    retained: see `plans.retained_shares`."""
-    values = []
-    for _, candidates in groups(plans_with_priors, EQUAL_COLUMNS):
-        shares = {}  # "measure" or "truth" -> shares with the index (layer, expert)
-        for column, proportional_to in (("measure", measure), ("truth", truth)):
-            has_prior = candidates["prior"].isin(PRIORS.get(proportional_to, ()))
-            # the first plan with this prior, if there is one
-            for cell in candidates.index[has_prior][:1]:
-                plan_shares = retained[retained["cell"] == cell]
-                shares[column] = plan_shares.set_index(["layer", "expert"])["share"]
-        if len(shares) == 2:
-            values.append(correlations(pd.DataFrame(shares), "measure", "truth")["linear"])
-    return float(pd.Series(values, dtype=float).mean())
-
-
-def seconds_and_machines(study: Study, cells: pd.DataFrame) -> tuple[dict[str, float], list[str]]:
-    """Time and machines of two steps: the calibration pass that `shown_passes` selects, and the
-    first ablation that a plan of `cells` reads.
-
-    Returns ({"pass": seconds, "ablation": seconds}, names of the machines).
-
-    cells: all cells of one model and calibration set."""
-    shown_folders = shown_passes(study.cells)["statistics_folder"]
-    pass_folders = list(shown_folders[shown_folders.index.isin(cells.index)])
-    ablation_folders = [
-        folder
-        for plan_folder in cells["plan_folder"].dropna()
-        for folder in steps_with_inputs([plan_folder], study.reader)
-        if step_kind(folder) == ABLATION
-    ]
-    seconds = {}
-    machines: list[str] = []
-    for kind, folders in (("pass", pass_folders), ("ablation", ablation_folders)):
-        times = time_and_memory(folders[:1], study.reader)
-        # without a step, min_count=1 gives NaN in place of the sum 0
-        seconds[kind] = float(times["seconds"].sum(min_count=1))
-        machines += map(str, times["machine"])
-    return seconds, machines
+    Means over pairs of plans: one pair for each combination of values in EQUAL_COLUMNS."""
+    shares = study.retained[study.retained["cell"].isin(cells.index)]
+    shares = shares.pivot(index=["layer", "expert"], columns="cell", values="share")
+    matrices = [pd.DataFrame()]
+    for _, plans_of_group in groups(
+        cells.join(plans.priors(cells, study.reader), how="inner"), EQUAL_COLUMNS
+    ):
+        # the first plan of each measure
+        measures = plans_of_group["prior"].map(MEASURE_OF_PRIOR).dropna().drop_duplicates()
+        matrices.append(shares[measures.index].set_axis(list(measures), axis=1).corr())
+    return pd.concat(matrices).groupby(level=0).mean().reindex(columns=list(TRUTHS))
 
 
 @output("coverage.fig12", chapter="attribution", needs=f"{COVERAGE_PLANS}, and {SUMS}")
@@ -251,12 +223,10 @@ def output_losses(study: Study, comparison: Comparison) -> pd.DataFrame:
 
     Columns: "label" (the method), "cell", "layer", "kept" (retained share of channels, the mean
     over the layer's experts) and "loss" (the error)."""
-    losses = (
-        study.profiles[["cell", "layer", "output_loss"]]
-        .dropna()
-        .rename(columns={"output_loss": "loss"})
-    )
-    shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
+    losses = study.profiles[["cell", "layer", "output_loss"]].dropna()
+    losses = losses.rename(columns={"output_loss": "loss"})
+    retained = study.retained[study.retained["cell"].isin(losses["cell"])]
+    shares = retained.groupby(["cell", "layer"])["share"].mean().rename("kept").reset_index()
     losses = losses.merge(shares, on=["cell", "layer"])
     cells = ratio_lines(cells_without_recovery(comparison, "channel"))
     losses = losses.merge(cells["label"], left_on="cell", right_index=True)
@@ -296,28 +266,34 @@ def output_loss_figure(results: Results, comparison: Comparison) -> Figure | Non
     return Figure(title, caption, rows, layers)
 
 
-def expert_stacks(
-    curves: pd.DataFrame, retained: pd.DataFrame, experts: pd.DataFrame, layer: int
+def expert_bars(
+    curves: pd.DataFrame, retained: pd.DataFrame, experts: pd.DataFrame
 ) -> pd.DataFrame:
-    """Data for the bars of one layer; a row per expert.
+    """Data for the bars of experts, a row per expert and tenth of its channels.
 
-    Columns: "kept" (retained share of the expert's channels), "attribution" (of first order,
-    divided by the largest attribution in the layer), and 0, 1, ... PIECES - 1 (share of the
-    expert's score in each tenth of the expert's channels, highest scores first).
+    Columns: "layer", "expert", "piece" (0 for the tenth with the highest scores), "score" (share of
+    the expert's score in this tenth) and, for piece 0 only, "kept" (retained share of the expert's
+    channels) and "attribution" (of first order, divided by the largest in the layer; 0 if it is
+    negative).
 
     curves: see `concentration`. Columns of `retained`: "layer", "expert", "share"; of `experts`:
     "layer", "expert", "first" (the attribution)."""
     tenths = np.linspace(0, 1, PIECES + 1)
-    pieces_of_expert = {}
-    for key, curve in groups(curves[curves["layer"] == layer], ["expert"]):
+    pieces = []
+    for key, curve in groups(curves, ["layer", "expert"]):
         cumulated_shares = np.interp(tenths, curve["channels"], curve["score"])
-        pieces_of_expert[key["expert"]] = np.diff(cumulated_shares)
-    stacks = pd.DataFrame.from_dict(pieces_of_expert, orient="index").sort_index()
-    shares = retained[retained["layer"] == layer].set_index("expert")["share"]
-    attributions = experts[experts["layer"] == layer].set_index("expert")["first"]
-    largest_attribution = attributions.max()
-    scale = largest_attribution if largest_attribution > 0 else np.nan
-    return stacks.assign(kept=shares, attribution=attributions / scale)
+        pieces.append(
+            pd.DataFrame({**key, "piece": range(PIECES), "score": np.diff(cumulated_shares)})
+        )
+    largest = experts.groupby("layer")["first"].transform("max")
+    attributions = (experts["first"] / largest.where(largest > 0)).clip(lower=0)
+    once = retained.rename(columns={"share": "kept"}).merge(
+        experts.assign(attribution=attributions), on=["layer", "expert"], how="outer"
+    )
+    bars = pd.concat(pieces).merge(
+        once.assign(piece=0), on=["layer", "expert", "piece"], how="left"
+    )
+    return bars[["layer", "expert", "piece", "score", "kept", "attribution"]]
 
 
 @output(
@@ -328,7 +304,7 @@ def expert_stacks(
     aliases=("coverage.fig16",),
 )
 @per_model
-def expert_bars(results: Results, comparison: Comparison) -> Figure | None:
+def bars_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Channel scores, kept channels and attribution of each expert, by layer and by score.
 
     A panel for a shallow, a middle and a deep layer of the first plan of each of FIGURE_SCORES."""
@@ -340,22 +316,15 @@ def expert_bars(results: Results, comparison: Comparison) -> Figure | None:
         curves = concentration(study, row["scores_folder"])
         if curves is None:
             continue
-        of_pass = study.experts[["model", "calibration"]] == (comparison.model, row["calibration"])
+        of_pass = study.experts[PASS] == (comparison.model, row["calibration"])
         experts = study.experts[of_pass.all(axis=1)]
         retained = study.retained[study.retained["cell"] == row["cell"]]
-        for layer in shallow_middle_deep_layers(list(curves["layer"])):
-            stacks = expert_stacks(curves, retained, experts, layer)
-            pieces = stacks.melt(
-                ["kept", "attribution"], var_name="piece", value_name="score", ignore_index=False
-            )
-            panel = f"{row['label']}, layer {layer}"
-            frames.append(pieces.rename_axis("expert").reset_index().assign(panel=panel))
+        layers = shallow_middle_deep_layers(list(curves["layer"]))
+        bars = expert_bars(curves[curves["layer"].isin(layers)], retained, experts)
+        frames.append(bars.assign(panel=f"{row['label']}, layer " + bars["layer"].astype(str)))
     if not frames:
         return None
     rows = pd.concat(frames)
-    # once for each expert, not for each piece
-    rows[["kept", "attribution"]] = rows[["kept", "attribution"]].where(rows["piece"] == 0)
-    rows["attribution"] = rows["attribution"].clip(lower=0)
     x = {"field": "expert", "type": "ordinal"}
     shade = {"scheme": charts.SEQUENTIAL, "reverse": True}
     piece = charts.number("piece", "tenth of the channels, highest first", scale=shade)

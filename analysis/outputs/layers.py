@@ -25,7 +25,6 @@ from moe_lab.analysis.registry import Results, output, per_model
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.stats.comparison import Comparison, Panel
-from moe_lab.analysis.stats.ranks import correlations
 from moe_lab.result_files import BUDGETS
 
 
@@ -234,7 +233,7 @@ def router_figure(results: Results, comparison: Comparison) -> Figure | None:
         return None
     frames = []
     for letter, (measure, label) in zip("ab", ROUTING_MEASURES.items(), strict=True):
-        correlation = correlations(experts, measure, "ablation")["rank"]
+        correlation = experts[[measure, "ablation"]].corr("spearman", min_periods=3).iloc[0, 1]
         highest_experts = top_experts(experts, measure)
         frames.append(
             highest_experts.assign(

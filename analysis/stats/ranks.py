@@ -1,4 +1,4 @@
-"""The papers' averages: displayed columns from benchmarks, the average rank, and correlations.
+"""The papers' averages: displayed columns from benchmarks, and the average rank.
 
 Table 1 of Unified Expert Pruning prints averages and ranks that follow from its printed benchmarks
 by these rules, up to rounding:
@@ -11,45 +11,11 @@ by these rules, up to rounding:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 
 from moe_lab.analysis.names import COLUMNS
-
-
-def correlations(experts: pd.DataFrame, measure: str, truth: str) -> dict[str, float]:
-    """Pearson's correlation (`linear`) and Spearman's correlation (`rank`) of the columns `measure`
-    and `truth` over the rows of `experts`.
-
-    NaN when fewer than three experts have both values, or when one of the columns is constant.
-    """
-    return {
-        "linear": _correlation(experts, measure, truth, "pearson"),
-        "rank": _correlation(experts, measure, truth, "spearman"),
-    }
-
-
-def _correlation(
-    experts: pd.DataFrame, measure: str, truth: str, method: Literal["pearson", "spearman"]
-) -> float:
-    """One of `correlations`."""
-    pairs = experts[[measure, truth]].astype(float)
-    return float(pairs.corr(method, min_periods=3).to_numpy(float)[0, 1])
-
-
-def rank_correlation_by_layer(experts: pd.DataFrame, measure: str, truth: str) -> float:
-    """Mean over layers of Spearman's correlation of the columns `measure` and `truth` within a
-    layer.
-
-    Layers with a correlation of NaN are left out.
-    """
-    layer_correlations = [
-        _correlation(layer, measure, truth, "spearman") for _, layer in experts.groupby("layer")
-    ]
-    return float(pd.Series(layer_correlations, dtype=float).mean())
-
 
 PRINTED_DECIMALS = 3
 """Number of decimals of published scores, to which scores are rounded before they are ranked."""

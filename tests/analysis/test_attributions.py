@@ -19,7 +19,6 @@ from moe_lab.analysis.outputs import (
     score_rows,
 )
 from moe_lab.analysis.registry import Results, outputs
-from moe_lab.analysis.stats import ranks
 from moe_lab.study.steps import tables
 
 TOKENS = 65000
@@ -81,11 +80,6 @@ def test_agreement_is_counted_over_all_and_inside_layers(
     for _, layer in seen.groupby("layer"):
         inside += spearmanr(layer["gate"], layer["ablation"]).statistic
     assert row["Rank in a layer, model loss"] == pytest.approx(inside / LAYERS)
-
-
-def test_equal_estimates_have_no_order_to_agree_with() -> None:
-    alike = pd.DataFrame({"gate": [1.0, 1.0, 1.0], "ablation": [1.0, 2.0, 3.0]})
-    assert np.isnan(ranks.correlations(alike, "gate", "ablation")["rank"])
 
 
 SCORES = np.array(
@@ -172,13 +166,17 @@ def test_bars_of_experts_have_scores_and_attributions() -> None:
     numbers = pd.DataFrame({"layer": [3, 3, 4], "expert": [0, 1, 0]})
     shares = numbers.assign(share=[0.25, 0.75, 1.0])
     experts = numbers.assign(first=[2.0, -1.0, 9.0])
-    stacks = attributions.expert_stacks(curves, shares, experts, 3)
+    bars = attributions.expert_bars(curves, shares, experts)
     for expert in (0, 1):
         tenths = np.sort(values[expert])[::-1].reshape(10, 10).sum(axis=1)
         expected = tenths / tenths.sum()
-        assert stacks.loc[expert, list(range(10))].tolist() == pytest.approx(expected)
-    assert stacks["kept"].tolist() == [0.25, 0.75]
-    assert stacks["attribution"].tolist() == [1.0, -0.5]
+        rows = bars[bars["expert"] == expert]
+        assert rows["piece"].tolist() == list(range(10))
+        assert rows["score"].tolist() == pytest.approx(expected)
+    once = bars[bars["piece"] == 0]
+    assert once["kept"].tolist() == [0.25, 0.75]
+    assert once["attribution"].tolist() == [1.0, 0.0], "negative ones are drawn at 0"
+    assert bars[["kept", "attribution"]].notna().sum().tolist() == [2, 2]
 
 
 def test_layers_to_draw_are_the_first_the_middle_and_the_last() -> None:
