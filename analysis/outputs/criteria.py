@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,27 +38,20 @@ from moe_lab.analysis.render.table import Columns, Table, frame_and_formats
 if TYPE_CHECKING:
     from moe_lab.criteria import Array
 
-SIGNALS = ("Text", "Activations", "Routing", "Gradients", "Weights")
-"""Inputs of criteria: the columns of AIMER's Table 1."""
-MARKS = {True: "yes", False: "no"}
-EXPERTS, CHANNELS, HIDDEN_SIZE = 5, 3, 2
-"""Sizes of the artificial layer on which the dependence of scores on inputs is tested."""
-PRODUCTS = {
-    (EXPERTS,): {
-        ("Activations", "Routing"): "damage ala_first ala_second shift_weighted",
-        ("Weights",): "abs_sum square_sum",
-    },
-    (EXPERTS, CHANNELS): {
-        ("Activations",): "channel_square channel_max",
-        ("Activations", "Routing"): "gate_channel_square gate_channel_max "
-        "renormalized_channel_square renormalized_channel_max",
-        ("Gradients",): "channel_gradient_square",
-        ("Activations", "Gradients"): "channel_product channel_product_abs",
-        ("Weights", "Gradients"): "snip_down snip_gate snip_up",
-        ("Weights",): "channel_down_square channel_down_abs channel_gate_square channel_up_square",
-    },
+STATISTICS_OF_SIGNAL = {
+    "Activations": "damage ala_first ala_second shift_weighted output_sum layer_loss "
+    "channel_square channel_max gate_channel_square gate_channel_max channel_product "
+    "channel_product_abs",
+    "Routing": "tokens damage ala_first ala_second shift_weighted gate_channel_square "
+    "gate_channel_max",
+    "Gradients": "channel_gradient_square channel_product channel_product_abs snip_down snip_gate "
+    "snip_up",
+    "Weights": "abs_sum square_sum channel_down_square channel_down_abs channel_gate_square "
+    "channel_up_square snip_down snip_gate snip_up",
 }
-"""Shape -> inputs -> names of the statistics that are products of these inputs."""
+"""Input of criteria, a column of AIMER's Table 1 -> the statistics that depend on it, besides
+`sums_model`."""
+MARKS = {True: "yes", False: "no"}
 
 
 @output("unified.table6", chapter="criteria", needs="registered criteria")
@@ -103,79 +96,45 @@ def signal_table(results: Results) -> Table:
         "input changed the scores. Activations: outputs or channels of experts; routing: an "
         "expert's number of tokens, and their gates. Sums over an expert's tokens count as routing "
         "only where counts or gates are in the formula.",
-        frame=pd.DataFrame(rows, columns=["Criterion", *SIGNALS]),
+        frame=pd.DataFrame(rows, columns=["Criterion", "Text", *STATISTICS_OF_SIGNAL]),
         formats={},
     )
 
 
 def signals(criterion: str) -> dict[str, bool]:
-    """Each of SIGNALS -> whether the scores of a criterion depend on this signal.
+    """Column of AIMER's Table 1 -> whether the scores of a criterion depend on this input.
 
     criterion: name and parameters, as in `s_family(alpha=0,b=1)`."""
     from moe_lab.criteria import reads_text
 
     name, parameters = _name_and_parameters(criterion)
-    reference_scores = _scores(name, parameters, _artificial_statistics())
+    reference_scores = _trial_scores(name, parameters)
     dependence = {
-        signal: bool(
-            (_scores(name, parameters, _artificial_statistics(signal)) != reference_scores).any()
-        )
-        for signal in SIGNALS
-        if signal != "Text"
+        signal: bool((_trial_scores(name, parameters, signal) != reference_scores).any())
+        for signal in STATISTICS_OF_SIGNAL
     }
     return {"Text": reads_text(name), **dependence}
 
 
-def _scores(name: str, parameters: Mapping[str, Any], statistics: Mapping[str, Array]) -> Array:
-    """Scores (experts,) or (experts, channels) that a criterion gives the artificial layer."""
+def _trial_scores(name: str, parameters: Mapping[str, Any], signal: str = "") -> Array:
+    """Scores of the trial layer, whose statistics are squared where they depend on `signal`."""
     from moe_lab import criteria
 
-    criterion = criteria.get(name)
-    random = np.random.default_rng(0)
-    # the index of the layer is 0, and the gate is called `model`
-    layer = criteria.Layer(criterion, 0, EXPERTS, CHANNELS, statistics, "model", random)
-    return criterion.function(layer, **parameters)
-
-
-def _artificial_statistics(signal_to_change: str | None = None) -> dict[str, Array]:
-    """Name of a statistic -> random values for the artificial layer. docs/new_criterion.md lists
-    the names and shapes.
-
-    The values are the same in every call, except those that depend on `signal_to_change`."""
-    from moe_lab.config import GATES
-
-    # the signal to change has another seed
-    draw = {
-        signal: _draw_function(number + 10 * (signal == signal_to_change))
-        for number, signal in enumerate(SIGNALS)
-    }
-    tokens = 5 * draw["Routing"](EXPERTS)
-    # (experts, alpha, beta): sums over tokens of gate^alpha * norm^beta. Gates are routing, norms
-    # of expert outputs are activations; for alpha = 0 there is no gate
-    sums = draw["Activations"](EXPERTS, 3, 3) * np.concatenate(
-        [np.ones((EXPERTS, 1, 3)), draw["Routing"](EXPERTS, 2, 3)], axis=1
-    )
-    sums[:, :, 0] = draw["Routing"](EXPERTS, 3)  # for beta = 0 there is no norm, only routing
-    sums[:, 0, 0] = tokens  # for alpha = beta = 0, the sum is the number of tokens
-    statistics = {
-        "file": np.zeros(EXPERTS),  # the scores in a file depend on no signal
-        "tokens": tokens,
-        **{f"sums_{gate}": sums for gate in GATES},
-        "output_sum": draw["Activations"](EXPERTS, HIDDEN_SIZE) * 0.1,
-        "count": np.asarray(9.0),
-        "layer_loss": draw["Activations"]().reshape(()),
-    }
-    for shape, signals_of_statistic in PRODUCTS.items():
-        for factors, statistic_names in signals_of_statistic.items():
-            values = np.prod([draw[signal](*shape) for signal in factors], axis=0)
-            statistics |= dict.fromkeys(statistic_names.split(), values)
-    return statistics
-
-
-def _draw_function(seed: int) -> Callable[..., Array]:
-    """A function that takes the sizes of an array and returns the array with random numbers."""
-    generator = np.random.default_rng(seed)
-    return lambda *shape: np.asarray(generator.uniform(1, 2, shape))
+    statistics = criteria.TrialArrays()
+    statistics["file"] = np.zeros(criteria.EXPERTS)  # the scores in a file depend on no signal
+    statistics["output_sum"] /= 10  # the mean output is smaller than the outputs
+    for statistic in STATISTICS_OF_SIGNAL.get(signal, "").split():
+        statistics[statistic] = statistics[statistic] ** 2
+    # (experts, alpha, beta): sums over tokens of gate^alpha * norm^beta
+    sums = statistics["sums_model"]
+    if signal == "Activations":
+        sums[:, :, 1:] **= 2
+    elif signal == "Routing":
+        sums[:, 1:] **= 2
+        sums[:, 0, 0] **= 2  # the number of tokens
+    statistics["sums_model"] = sums
+    layer = criteria.trial_layer(name, statistics)
+    return layer.criterion.function(layer, **parameters)
 
 
 def _registered_criteria(study: Study) -> list[str]:

@@ -218,12 +218,16 @@ def check(name: str, parameters: Mapping[str, Any]) -> None:
 
         read_table(**parameters)  # called only for its errors
         return
-    layer = Layer(
-        get(name), 0, EXPERTS, WIDTH, _TrialArrays(), "model", numpy.random.default_rng(0)
-    )
+    layer = trial_layer(name, TrialArrays())
     # a criterion that reads a statistic of unknown shape is accepted without a trial
     with contextlib.suppress(_UnknownStatistic), numpy.errstate(all="ignore"):
         _repeatable_scores(layer, parameters, "on a trial layer", hint="return one number for each")
+
+
+def trial_layer(name: str, statistics: Mapping[str, Array]) -> Layer:
+    """A layer with these statistics for a trial of the criterion `name`, see `TrialArrays`."""
+    random = numpy.random.default_rng(0)
+    return Layer(get(name), 0, EXPERTS, WIDTH, statistics, "model", random)
 
 
 def score(
@@ -362,7 +366,7 @@ class _UnknownStatistic(Exception):
     """A criterion reads a statistic from the trial layer that is not in `_SHAPES`."""
 
 
-class _TrialArrays(dict[str, Array]):
+class TrialArrays(dict[str, Array]):
     """The statistics of the trial layer: name -> random numbers, made when the statistic is
     read."""
 
