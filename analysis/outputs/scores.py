@@ -3,10 +3,10 @@ degeneration of generated texts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
 import pandas as pd
+from scipy.special import stdtrit
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import records
@@ -18,7 +18,6 @@ from moe_lab.analysis.outputs.captions import (
     score_setup,
 )
 from moe_lab.analysis.outputs.score_rows import (
-    add_differences,
     concatenate_numbers,
     listed_cells,
     numbers_table,
@@ -31,7 +30,6 @@ from moe_lab.analysis.render.table import CELL_COLUMNS, RANK, SCORE, Table, disp
 from moe_lab.analysis.stats.cell_scores import (
     Numbers,
     column_targets,
-    differences,
     mean_definitions,
     notes_on_average,
     panels_by_domain,
@@ -39,7 +37,7 @@ from moe_lab.analysis.stats.cell_scores import (
     task_block,
 )
 from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
-from moe_lab.analysis.stats.winners import study_of_column
+from moe_lab.analysis.stats.uncertainty import CONFIDENCE
 
 
 @output("ranks", chapter="ranks")
@@ -210,9 +208,9 @@ SHARES = ("Cut", "In thought", "Loops", "Empty")
 """Columns with shares of texts that degenerate."""
 CAPTION = (
     "Means over texts, with their thoughts; Δ: the difference from the unpruned model, paired by "
-    "item, with its 95 % interval unless all items agree. Cut: at the limit of tokens. In thought: "
-    "the thought does not end. Loops: the text ends in a block of at most 50 words, or of 50 "
-    "characters, that is repeated four times or more. Empty: nothing after the thought. Natural "
+    "item, with its 95 % interval over items unless all agree. Cut: at the limit of tokens. In "
+    "thought: the thought does not end. Loops: the text ends in a block of at most 50 words, or of "
+    "50 characters, that is repeated four times or more. Empty: nothing after the thought. Natural "
     "end: an end token or a stop text, outside a thought. Distinct-4: distinct sequences of four "
     "words, as a share of all. What is the same for all texts is left out."
 )
@@ -225,17 +223,10 @@ CAPTION = (
 )
 def degeneration(results: Results) -> list[Item | None]:
     """How often generated texts degenerate, on each benchmark, beside the score."""
-    # displayed column -> model -> its measures in place of scores
-    measured = {}
-    for measure, column in MEASURES.items():
-        if column == LENGTH or results.study.samples[measure].nunique() > 1:
-            study = study_of_column(results.study, measure, column)
-            measured[column] = {entry.model: entry for entry in Results(study).measured}
+    texts = results.study.samples.dropna(subset=["characters"]).rename(columns=MEASURES)
+    columns = [name for name in MEASURES.values() if name == LENGTH or texts[name].nunique() > 1]
     rows = concatenate_numbers(
-        _block(scored, listed_cells(scored), str(benchmark), measured)
-        for scored in results.measured
-        if scored.model in measured[LENGTH]
-        for benchmark in measured[LENGTH][scored.model].benchmark_scores
+        block for comparison in results.measured for block in _blocks(comparison, texts, columns)
     )
     if rows is None:
         return []
@@ -263,29 +254,33 @@ def _figure(table: Table) -> Figure | None:
     return Figure(table.title, caption, rows, layers, 4, size, panel="Model")
 
 
-def _block(
-    scored: Comparison,
-    cells: pd.DataFrame,
-    benchmark: str,
-    measured: Mapping[str, Mapping[str, Comparison]],
-) -> Numbers:
-    """The rows of a benchmark of a model, one for each cell with generated texts. `scored`: the
-    model's scores; `cells`: all of the model's cells."""
-    target = (benchmark,)
-    frame = display_frame(cells, CELL_COLUMNS)
-    frame.insert(1, "Benchmark", names.benchmark(benchmark))
-    frame["Score"], _, _ = scored.displayed_scores(target)
-    rows = Numbers(frame, pd.DataFrame(index=frame.index), pd.DataFrame(index=frame.index))
-    unpruned = scored.unpruned_cell
-    pairs = {cell: unpruned for cell in cells.index if unpruned not in (None, cell)}
-    for column, comparisons in measured.items():
-        comparison = comparisons.get(scored.model)
-        if comparison and benchmark in comparison.benchmark_scores:
-            frame[column] = comparison.score(target)
-            estimates = differences(comparison, target, pairs)
-            # equal texts would have an interval of width 0
-            is_equal = estimates["low"] == estimates["high"]
-            estimates.loc[is_equal, ["low", "high"]] = np.nan
-            add_differences(rows, f"Δ {column}", estimates)
-    has_texts = frame[LENGTH].notna()
-    return Numbers(frame[has_texts], rows.low[has_texts], rows.high[has_texts])
+def _blocks(
+    comparison: Comparison, texts: pd.DataFrame, columns: Sequence[str]
+) -> Iterator[Numbers]:
+    """Yield the rows of each benchmark of a model, one for each cell with generated texts.
+
+    texts: rows of `Study.samples`; columns: their measures."""
+    cells = listed_cells(comparison)
+    # cells of several seeds have the means over their plans
+    cell_of_text = texts["cell"].map(comparison.representatives).dropna()
+    texts = texts.loc[cell_of_text.index]
+    items = texts.groupby(["benchmark", cell_of_text, "item"])[columns].mean()
+    is_unpruned = items.index.get_level_values("cell") == comparison.unpruned_cell
+    unpruned = items[is_unpruned].droplevel("cell")
+    differences = items[~is_unpruned]
+    differences -= unpruned.reindex(differences.index.droplevel("cell")).to_numpy()
+    by_cell = differences.groupby(["benchmark", "cell"])
+    mean, error, count = by_cell.mean(), by_cell.sem(), by_cell.count()
+    # equal texts would have an interval of width 0
+    half_width = stdtrit(count - 1, (1 + CONFIDENCE) / 2) * error.where(error > 0)
+    numbers = items.groupby(["benchmark", "cell"]).mean().join(mean.add_prefix("Δ "))
+    low, high = ((mean + sign * half_width).add_prefix("Δ ") for sign in (-1, 1))
+    shown = [text for column in columns for text in (column, f"Δ {column}")]
+    for benchmark in comparison.benchmark_scores.columns.intersection(numbers.index.levels[0]):
+        frame = display_frame(cells, CELL_COLUMNS)
+        frame.insert(1, "Benchmark", names.benchmark(benchmark))
+        frame["Score"], _, _ = comparison.displayed_scores((benchmark,))
+        frame = frame.join(numbers.loc[benchmark, shown], how="inner")
+        rows = pd.MultiIndex.from_product([[benchmark], frame.index])
+        ends = [part.reindex(rows).set_axis(frame.index) for part in (low, high)]
+        yield Numbers(frame, *ends)

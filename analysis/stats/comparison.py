@@ -91,7 +91,7 @@ class Comparison:
     """Benchmark -> weights (items,), for benchmarks whose items have different weights."""
 
     @cached_property
-    def _representatives(self) -> pd.Series:
+    def representatives(self) -> pd.Series:
         """Number of a plan -> number of its cell."""
         replicates = self.all_cells.groupby(_REPLICATE_AXES, sort=False)
         # the index of `all_cells` is the numbers of the plans
@@ -100,7 +100,7 @@ class Comparison:
     @cached_property
     def cells(self) -> pd.DataFrame:
         """For each cell its row of `all_cells`, without the column `seed`."""
-        return self.all_cells[self._representatives == self.all_cells.index].drop(columns="seed")
+        return self.all_cells[self.representatives == self.all_cells.index].drop(columns="seed")
 
     @cached_property
     def pruned_cells(self) -> pd.DataFrame:
@@ -111,7 +111,7 @@ class Comparison:
     def plans_by_seed(self) -> dict[int, dict[int, int]]:
         """Cell -> seed -> row number of the cell's plan with this seed."""
         replicates: dict[int, dict[int, int]] = {cell: {} for cell in self.cells.index.tolist()}
-        cells_and_seeds = zip(self._representatives, self.all_cells["seed"], strict=True)
+        cells_and_seeds = zip(self.representatives, self.all_cells["seed"], strict=True)
         for row, (cell, seed) in enumerate(cells_and_seeds):
             replicates[cell][seed] = row
         return replicates
@@ -124,7 +124,7 @@ class Comparison:
         """Means (cells, columns) of `frame` (plans, columns) over the plans of each cell."""
         if len(self.cells) == len(self.all_cells):  # each cell is one plan
             return frame
-        return frame.groupby(self._representatives, sort=False).mean().reindex(self.cells.index)
+        return frame.groupby(self.representatives, sort=False).mean().reindex(self.cells.index)
 
     @cached_property
     def benchmark_scores(self) -> pd.DataFrame:
