@@ -33,13 +33,15 @@ from moe_lab.analysis.stats.comparison import Comparison, Target, mean_quantitie
 
 @dataclass(frozen=True)
 class Cost:
-    """A column of costs, whose numbers are scale x a number of cost.json."""
+    """A column of costs, whose numbers are scale x a number of a cell."""
 
     source: str
-    """Name of the number in cost.json."""
+    """Column of the frame with the number."""
     form: str
     """Format of the column."""
     scale: float = 1.0
+    frame: str = "costs"
+    """Frame of `Study` with the number: costs, or searches, which not every cell has."""
 
 
 RETAINED_SHARE = {"Kept": Cost("routed_kept", "{:.1%}")}
@@ -154,7 +156,7 @@ def _block_table(
         last=(*averages, P, *costs),
         title=title,
         caption=" ".join(filter(None, sentences)),
-        optional=(DIFFERENCE, P),
+        optional=(DIFFERENCE, P, *(name for name in costs if costs[name].frame == "searches")),
     )
 
 
@@ -242,9 +244,10 @@ def _rows(
         add_differences(numbers, DIFFERENCE, estimates)
         is_tested = [comparison.all_have_several_seeds((cell, block.base)) for cell in base_of_cell]
         numbers.frame[P] = estimates["p"][is_tested]
-    if len(study.costs):
-        for column, cost in costs.items():
-            numbers.frame[column] = cost.scale * study.costs[cost.source]
+    for column, cost in costs.items():
+        frame = getattr(study, cost.frame)
+        if len(frame):
+            numbers.frame[column] = cost.scale * frame[cost.source].astype(float)
     return numbers
 
 

@@ -3,24 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.plans import BYTES
 from moe_lab.analysis.load.reader import groups, time_and_memory
-from moe_lab.analysis.load.settings import ALL_BUT_ALLOCATION, is_searched
+from moe_lab.analysis.load.settings import ALL_BUT_ALLOCATION, is_searched, method_labels
 from moe_lab.analysis.load.study import Study
-from moe_lab.analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup, score_setup
+from moe_lab.analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup
 from moe_lab.analysis.outputs.score_rows import (
-    add_differences,
-    concatenate_numbers,
+    Block,
+    Cost,
     criterion_colours,
-    listed_cells,
-    numbers_table,
-    scored_rows,
+    only_cell,
+    score_table,
     sort_cells,
 )
 from moe_lab.analysis.registry import Results, output, per_model
@@ -33,23 +31,11 @@ from moe_lab.analysis.render.table import (
     display_frame,
     frame_and_formats,
 )
-from moe_lab.analysis.stats import uncertainty
-from moe_lab.analysis.stats.cell_scores import (
-    CODE_BENCHMARKS,
-    WRITING_AND_MATH,
-    Numbers,
-    column_targets,
-    differences,
-    mean_definitions,
-)
+from moe_lab.analysis.stats.cell_scores import CODE_BENCHMARKS, WRITING_AND_MATH
 from moe_lab.analysis.stats.comparison import Comparison
-from moe_lab.analysis.stats.uncertainty import LEVEL
 
 TEXT_COLUMNS = {**CELL_COLUMNS, "Criterion": "criterion"}
 """Displayed column -> column of cells."""
-GAIN = "Δ {}"
-"""Name of a column with differences, from the name of the column of scores."""
-SIGNIFICANCE = "Significant"
 COLUMNS = (
     "Eval+",
     "LiveCode",
@@ -66,279 +52,142 @@ COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
 FITNESSES = ("esap", "spec_dec")
 """The fitnesses that EvoESAP's Table 6 compares."""
 SECONDS = "Search (s)"
-_SETTINGS = {
-    "Samples": ("samples", "{:,.0f}"),
-    "Generations": ("generations", "{:,.0f}"),
-    "Population": ("population", "{:,.0f}"),
+SETTINGS = ("samples", "generations", "population")
+"""Columns of `Study.searches`, displayed with a capital letter."""
+SEARCH_COSTS = {
+    **{name.capitalize(): Cost(name, "{:,.0f}", frame="searches") for name in SETTINGS},
+    SECONDS: Cost("seconds", "{:,.1f}", frame="searches"),
 }
-"""Displayed column -> (column of `Study.searches`, format)."""
 
 
-def searched_pairs(comparison: Comparison, domain: str | None = None) -> dict[int, int]:
-    """Cell with a searched allocation -> the cell with uniform allocation and the same values in
-    ALL_BUT_ALLOCATION. A searched cell is left out if no uniform cell has these values, or if
-    several have.
-
-    domain: the only domain of calibration sets, see `names.domain`; None for all."""
-    cells = sort_cells(comparison.pruned_cells, "ratio", "criterion")
-    if domain is not None:
-        cells = cells[cells["calibration"].map(names.domain) == domain]
-    pairs: dict[int, int] = {}
-    for _, group in groups(cells, ALL_BUT_ALLOCATION):
-        uniform_cells = group.index[group["allocation"] == "uniform"]
-        if len(uniform_cells) == 1:
-            searched_cells = group.index[group["allocation"].map(is_searched)]
-            pairs |= {int(cell): int(uniform_cells[0]) for cell in searched_cells}
-    return pairs
+def _searches(
+    results: Results, comparison: Comparison
+) -> Iterator[tuple[pd.DataFrame, pd.DataFrame]]:
+    """Yield (uniform cells, searched cells) of cells that differ only in their allocation, if some
+    are searched. They have the columns of `Study.searches`, and "label" (of the method)."""
+    cells = comparison.pruned_cells.join(results.study.searches)
+    cells = cells.assign(label=method_labels(cells))
+    for _, group in groups(sort_cells(cells, "ratio", "criterion"), ALL_BUT_ALLOCATION):
+        searched = group[group["allocation"].map(is_searched)]
+        if len(searched):
+            yield group[group["allocation"] == "uniform"], searched
 
 
 _CODE_AND_MATH = "Code and Math are means of their two columns."
-_MEANING_OF_SIGNIFICANT = (
-    f"{SIGNIFICANCE}: the columns whose paired difference has a p-value below {LEVEL} after Holm's "
-    "correction over all differences of a model, where both methods have several seeds."
+_AGAINST_UNIFORM = (
+    f"{_CODE_AND_MATH} Difference: the last of the scores minus that of the uniform allocation, "
+    "paired."
 )
-_NO_TESTS = "Methods with one seed are not tested."
+_SETTINGS_CAPTION = (
+    f"{_CODE_AND_MATH} Samples: rows of the search set; search: seconds of the process that "
+    "finished it."
+)
 
 
-def allocation_table(
-    results: Results,
-    columns: Sequence[str] = COLUMNS,
-    title_end: str = "group averages",
-    domain: str | None = None,
-) -> Table | None:
-    """Group averages of searched and uniform allocations.
-
-    The first row of a model is that of the unpruned one, "Full" in the paper. Each cell of a pair
-    has a row with its scores. The row of a searched cell also has its paired differences (searched
-    minus uniform) and the names of the columns with a significant difference.
-
-    title_end: last words of the title; domain: see `searched_pairs`.
-    """
-    rows = concatenate_numbers(
-        _pair_rows(comparison, searched_pairs(comparison, domain), columns)
-        for comparison in results.comparisons
-    )
-    if rows is None:
-        return None
-    gains = [column for column in map(str, rows.low) if column.startswith(GAIN.format(""))]
-    has_tests = (rows.frame[SIGNIFICANCE] != "").any()
-    if not has_tests:
-        del rows.frame[SIGNIFICANCE]
-    return numbers_table(
-        rows,
-        dict.fromkeys(gains, "{:+.3f}"),
-        last=(*gains, SIGNIFICANCE),
-        title=f"Searched allocation against uniform: {title_end}",
-        caption=f"{mean_definitions(results.comparisons)} {_CODE_AND_MATH} Δ: searched minus "
-        f"uniform on the same items. {_MEANING_OF_SIGNIFICANT if has_tests else _NO_TESTS} "
-        f"{score_setup(results.study)}",
-        optional=gains,
-    )
-
-
-def _pair_rows(
-    comparison: Comparison, pairs: dict[int, int], columns: Sequence[str]
-) -> Numbers | None:
-    """Rows of `allocation_table` for one model: the unpruned model, then each uniform cell with its
-    searched cells.
-
-    pairs: searched cell -> uniform cell."""
-    cells_of_pairs = [cell for searched, uniform in pairs.items() for cell in (uniform, searched)]
-    if pairs and comparison.unpruned_cell is not None:
-        cells_of_pairs.insert(0, comparison.unpruned_cell)
-    cells = listed_cells(comparison).loc[list(dict.fromkeys(cells_of_pairs))]
-    targets = column_targets(comparison, list(cells.index), columns) if len(cells) else {}
-    if not targets:
-        return None
-    text = display_frame(cells, {**TEXT_COLUMNS, "Allocation": "allocation"})
-    recoveries = cells["recovery"].map(names.recovery_name)
-    text["Allocation"] = list(map(names.comma_joined, text["Allocation"], recoveries))
-    numbers = scored_rows(comparison, text, targets)
-    gains = {column: differences(comparison, target, pairs) for column, target in targets.items()}
-    for column, gain in gains.items():
-        add_differences(numbers, GAIN.format(column), gain)
-    # "" for uniform cells and for pairs that were not tested
-    significance = dict.fromkeys(cells.index, "") | _significant_columns(comparison, pairs, gains)
-    numbers.frame[SIGNIFICANCE] = pd.Series(significance)
-    return numbers
-
-
-def _significant_columns(
-    comparison: Comparison, pairs: Mapping[int, int], gains: Mapping[str, pd.DataFrame]
-) -> dict[int, str]:
-    """Searched cell -> text that lists the columns with a significant difference, or `none`. A pair
-    is left out if one of the two cells has only one seed.
-
-    pairs: searched cell -> uniform cell; gains: column -> `differences` of this column."""
-    cells = [
-        cell
-        for cell, uniform in pairs.items()
-        if comparison.all_have_several_seeds((cell, uniform))
-    ]
-    p_values = pd.DataFrame({column: gain["p"][cells] for column, gain in gains.items()})
-    p_holm = uncertainty.holm(p_values.to_numpy(float).ravel()).reshape(p_values.shape)
-    return {
-        cell: names.enumeration(p_values.columns[is_significant]) or "none"
-        for cell, is_significant in zip(cells, p_holm < LEVEL, strict=True)
-    }
-
-
-Select = Callable[[pd.DataFrame], pd.DataFrame]
-"""Function that chooses cells from those that differ only in their allocation. They have the
-columns of `Study.searches`, NaN for cells with other allocations."""
-
-
-def search_table(
-    results: Results, columns: Sequence[str], title: str, select: Select
-) -> Table | None:
-    """The settings, the scores and the seconds of searches, a row per cell without recovery.
-
-    columns: averages to list, if they were run."""
-    if results.study.searches.empty:
-        return None
-    rows = concatenate_numbers(
-        _search_rows(results.study, comparison, columns, select)
-        for comparison in results.comparisons
-    )
-    if rows is None:
-        return None
-    formats = {column: form for column, (_, form) in _SETTINGS.items()} | {SECONDS: "{:,.1f}"}
-    return numbers_table(
-        rows,
-        formats,
-        title=title,
-        caption=f"{mean_definitions(results.comparisons)} {_CODE_AND_MATH} Samples: rows of the "
-        "search set; search: seconds of the process that finished it. "
-        f"{score_setup(results.study)}",
-        optional=tuple(formats),
-    )
-
-
-def _search_rows(
-    study: Study, comparison: Comparison, columns: Sequence[str], select: Select
-) -> Numbers | None:
-    """Rows of `search_table` for one model."""
-    cells = comparison.pruned_cells.join(study.searches)
-    cells = cells[cells["recovery"] == "none"]
-    # cells[:0] has no rows; concat fails without a frame
-    rows = pd.concat(
-        [cells[:0], *(select(group) for _, group in groups(cells, ALL_BUT_ALLOCATION))]
-    )
-    targets = column_targets(comparison, list(rows.index), columns) if len(rows) else {}
-    if not targets:
-        return None
-    text = display_frame(rows, {**TEXT_COLUMNS, "Allocation": "allocation"})
-    text["Fitness"] = rows["fitness"].map(_fitness_in_words)
-    for column, (source, _) in _SETTINGS.items():
-        text[column] = rows[source].astype(float)
-    numbers = scored_rows(comparison, text, targets)
-    numbers.frame[SECONDS] = rows["seconds"].astype(float)
-    return numbers
-
-
-def _fitness_in_words(fitness: object) -> str:
-    """A fitness in the paper's spelling, such as SPEC-DEC; "" for NaN."""
-    return fitness.upper().replace("_", "-") if isinstance(fitness, str) else ""
-
-
-def _searched(cells: pd.DataFrame) -> pd.DataFrame:
-    """The searched cells."""
-    return cells[cells["allocation"].map(is_searched).astype(bool)]
-
-
-def _searched_and_uniform(cells: pd.DataFrame) -> pd.DataFrame:
-    """The searched and the uniform cells; none without two searched cells."""
-    searched = _searched(cells).index
-    is_listed = cells.index.isin(searched) | (cells["allocation"] == "uniform")
-    return cells[is_listed & (len(searched) > 1)]
-
-
-def _by_fitness(cells: pd.DataFrame) -> pd.DataFrame:
-    """The cells searched by one of FITNESSES; none unless both occur."""
-    return cells[cells["fitness"].isin(FITNESSES) & (set(FITNESSES) <= set(cells["fitness"]))]
-
-
-def _register(
-    name: str, make_table: Callable[..., Table | None], *arguments: Any, **fields: Any
-) -> None:
-    """Register a table of this function with these arguments after `results` as an output. The
-    second of them describes the output in the help.
-
-    fields: of `Output`."""
-
-    def make(results: Results) -> Table | None:
-        return make_table(results, *arguments)
-
-    number = name.removeprefix("evoesap.table")
-    make.__doc__ = f"EvoESAP's Table {number}: {names.capitalised(arguments[1])}."
-    output(name, **fields)(make)
-
-
-_register(
+@score_table(
     "evoesap.table1",
-    allocation_table,
+    "Searched allocation against uniform: group averages",
     COLUMNS,
-    "group averages",
+    _AGAINST_UNIFORM,
+    costs={},
     chapter="search",
     needs=SEARCHES,
     aliases=("evoesap.table2",),
 )
-_register(
+@score_table(
+    "evoesap.table8",
+    "Searched allocation against uniform: coding",
+    CODE_BENCHMARKS,
+    _AGAINST_UNIFORM,
+    costs={},
+    needs=f"{SEARCHES}, and coding benchmarks",
+)
+@score_table(
+    "evoesap.table9",
+    "Searched allocation against uniform: writing and mathematics",
+    WRITING_AND_MATH,
+    _AGAINST_UNIFORM,
+    costs={},
+    needs=f"{SEARCHES}, and WildBench, gsm8k or math500",
+)
+@score_table(
+    "evoesap.table10",
+    "Searched allocation against uniform: multiple choice",
+    (*names.MULTIPLE_CHOICE, "MC Avg"),
+    _AGAINST_UNIFORM,
+    costs={},
+    needs=f"{SEARCHES}, and multiple-choice benchmarks",
+)
+def searched_against_uniform(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """EvoESAP's Tables 1, 2 and 8 to 10: each searched allocation and the uniform one."""
+    for uniform, searched in _searches(results, comparison):
+        base = only_cell(uniform)
+        if base is not None:
+            yield Block(comparison, pd.concat([uniform, searched])["label"], base)
+
+
+@score_table(
+    "evoesap.table7",
+    "Searched allocation against uniform: calibrated on general text",
+    COLUMNS,
+    _AGAINST_UNIFORM,
+    costs={},
+    needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)",
+)
+def searched_on_general_text(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """EvoESAP's Table 7: searched and uniform allocations, calibrated on general text."""
+    for block in searched_against_uniform(results, comparison):
+        if names.domain(comparison.cells["calibration"][block.labels.index[0]]) == "general":
+            yield block
+
+
+@score_table(
     "evoesap.table4",
-    search_table,
-    COMPARED_AVERAGES,
     "Searched allocations",
-    _searched,
+    COMPARED_AVERAGES,
+    _SETTINGS_CAPTION,
+    costs=SEARCH_COSTS,
     chapter="search",
     needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
 )
-_register(
+def searched_allocations(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """EvoESAP's Table 4: all searched allocations of a ratio."""
+    searches = [searched for _, searched in _searches(results, comparison)]
+    for _, cells in groups(pd.concat([comparison.cells[:0], *searches]), ["ratio"]):
+        yield Block(comparison, cells["label"])
+
+
+@score_table(
     "evoesap.table5",
-    search_table,
-    COLUMNS,
     "What the settings of a search change",
-    _searched_and_uniform,
+    COLUMNS,
+    _SETTINGS_CAPTION,
+    costs=SEARCH_COSTS,
     chapter="search",
     needs=f"{SEARCHES} and several settings of the search (evoesap_table5 of sweeps)",
 )
-_register(
+def search_settings(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """EvoESAP's Table 5: searches with several settings, and uniform allocations."""
+    for uniform, searched in _searches(results, comparison):
+        if len(searched) > 1:
+            yield Block(comparison, pd.concat([uniform, searched])["label"])
+
+
+@score_table(
     "evoesap.table6",
-    search_table,
-    COMPARED_AVERAGES,
     "Searched by ESAP and by speculative decoding",
-    _by_fitness,
+    COMPARED_AVERAGES,
+    _SETTINGS_CAPTION,
+    costs=SEARCH_COSTS,
     chapter="search",
     needs=f"{SEARCHES}, fitness=esap and fitness=spec_dec (evoesap_table6 of sweeps)",
 )
-_register(
-    "evoesap.table7",
-    allocation_table,
-    COLUMNS,
-    "calibrated on general text",
-    "general",
-    needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)",
-)
-_register(
-    "evoesap.table8",
-    allocation_table,
-    CODE_BENCHMARKS,
-    "coding",
-    needs=f"{SEARCHES}, and coding benchmarks",
-)
-_register(
-    "evoesap.table9",
-    allocation_table,
-    WRITING_AND_MATH,
-    "writing and mathematics",
-    needs=f"{SEARCHES}, and WildBench, gsm8k or math500",
-)
-_register(
-    "evoesap.table10",
-    allocation_table,
-    (*names.MULTIPLE_CHOICE, "MC Avg"),
-    "multiple choice",
-    needs=f"{SEARCHES}, and multiple-choice benchmarks",
-)
+def search_fitnesses(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """EvoESAP's Table 6: searches by each of FITNESSES."""
+    for _, searched in _searches(results, comparison):
+        cells = searched[searched["fitness"].isin(FITNESSES)]
+        if cells["fitness"].nunique() > 1:
+            yield Block(comparison, cells["label"])
 
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
@@ -360,14 +209,14 @@ def cost_table(results: Results) -> Table | None:
         .join(peaks, on="plan_folder")
     )
     rows = rows.assign(
-        fitness=rows["fitness"].map(_fitness_in_words),
+        fitness=rows["fitness"].str.upper().str.replace("_", "-"),
         before=BYTES * study.costs["parameters_unpruned"] / MEBIBYTE,
         after=study.costs["loading_bytes"] / MEBIBYTE,
     )
     columns: Columns = {
         **TEXT_COLUMNS,
         "Fitness": "fitness",
-        **_SETTINGS,
+        **{name.capitalize(): (name, "{:,.0f}") for name in SETTINGS},
         "Evaluated": ("candidates", "{:,.0f}"),
         SECONDS: ("seconds", "{:,.1f}"),
         "Peak memory (MiB)": ("peak", "{:,.0f}"),

@@ -110,6 +110,7 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
         calibrations={},
         origins=pd.DataFrame({"versions": []}),
         costs=pd.DataFrame(costs, columns=COSTS).rename_axis("cell"),
+        searches=pd.DataFrame(),
         family=pd.DataFrame(),
         gaps=[],
     )

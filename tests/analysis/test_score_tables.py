@@ -27,7 +27,6 @@ from moe_lab.analysis.outputs import (
     cost,
     criteria,
     score_rows,
-    search,
 )
 from moe_lab.analysis.outputs.published import published_key
 from moe_lab.analysis.outputs.score_rows import pareto_front
@@ -360,69 +359,44 @@ PAIRS = {5: 3, 11: 9}
 
 
 class Searches(NamedTuple):
-    """Cells of two seeds with and without a search, the table of them, and its targets by name."""
+    """Cells of two seeds with and without a search, and the table of them. Of each pair it has a
+    row for the unpruned model, the uniform cell and the searched one."""
 
     comparison: Comparison
     table: Table
-    targets: dict[str, tuple[str, ...]]
 
 
 @pytest.fixture(scope="module")
 def searches() -> Searches:
     comparison = searched(seeds=(1, 2))
-    targets = {
-        "GSM8K": ("GSM8K",),
-        "MATH-500": ("MATH-500",),
-        "Math": ("GSM8K", "MATH-500"),
-        "MC Avg": ("MC Avg",),
-    }
-    table = search.allocation_table(results_of(study_of(comparison), [comparison]))
-    return Searches(comparison, table, targets)
+    table = table_named("evoesap.table1", results_of(study_of(comparison), [comparison]))
+    return Searches(comparison, table)
 
 
 def test_searches_are_paired_with_uniform_cells(searches: Searches) -> None:
-    assert search.searched_pairs(searches.comparison) == PAIRS
     table = searches.table
-    assert table.frame["Criterion"].tolist() == ["Unpruned", *["EAN"] * 2, *["REAP"] * 2]
-    assert table.frame["Allocation"].tolist() == ["none", *["uniform", "evolutionary"] * 2]
-    assert table.low is not None
+    methods = [[name, f"{name}, evolutionary"] for name in ("EAN", "REAP")]
+    assert table.frame["Criterion"].tolist() == ["Unpruned", *methods[0], "Unpruned", *methods[1]]
+    assert list(table.frame)[3:7] == ["GSM8K", "MATH-500", "Math", "MC Avg"]
 
 
 def test_gains_of_searches_are_differences_of_pairs(searches: Searches) -> None:
-    comparison, table, targets = searches
-    for row, pair in enumerate(PAIRS.items()):
-        for name, target in targets.items():
-            low, _ = comparison.difference(target, *pair).interval
-            scores = comparison.score(target)
-            gains = table.frame[f"Δ {name}"]
-            assert gains.iloc[2 * row + 2] == pytest.approx(scores[pair[0]] - scores[pair[1]])
-            assert table.low[f"Δ {name}"].iloc[2 * row + 2] == low
-            assert np.isnan(gains.iloc[2 * row + 1])
-
-
-def test_gains_of_a_model_are_corrected_together(searches: Searches) -> None:
-    """All differences of a model are one family."""
-    comparison, table, targets = searches
-    p_values = [
-        [comparison.difference(target, *pair).p for target in targets.values()]
-        for pair in PAIRS.items()
-    ]
-    significant = uncertainty.holm(np.ravel(p_values)).reshape(2, -1) < 0.05
-    assert 0 < significant.sum() < (np.array(p_values) < 0.05).sum(), (
-        "some are below the level without correction"
-    )
-    for row, flags in enumerate(significant):
-        expected = {name for name, flag in zip(targets, flags, strict=True) if flag}
-        shown = table.frame[search.SIGNIFICANCE].iloc[2 * row + 2]
-        assert set(shown.replace(" and ", ", ").split(", ")) == (expected or {"none"})
+    """Of the last column, corrected over all pairs."""
+    comparison, table = searches
+    estimates = [comparison.difference(("MC Avg",), *pair) for pair in PAIRS.items()]
+    gains = table.frame["Difference"]
+    assert gains[[2, 5]].tolist() == pytest.approx([estimate.value for estimate in estimates])
+    assert gains[[1, 4]].isna().all()
+    assert table.low["Difference"][[2, 5]].tolist() == [e.interval[0] for e in estimates]
+    p_values = uncertainty.holm(np.array([estimate.p for estimate in estimates]))
+    assert table.frame["p (Holm)"][[2, 5]].tolist() == pytest.approx(p_values)
 
 
 def test_gains_of_searches_with_one_seed_are_not_tested() -> None:
     comparison = searched(seeds=(1,))
-    table = search.allocation_table(results_of(study_of(comparison), [comparison]))
-    assert table.frame["Δ Math"].notna().sum() == 2
-    assert search.SIGNIFICANCE not in table.frame
-    assert "p-value" not in table.caption
+    table = table_named("evoesap.table1", results_of(study_of(comparison), [comparison]))
+    assert table.frame["Difference"].notna().sum() == 2
+    assert "p (Holm)" not in table.frame
 
 
 def test_layer_without_differences_has_no_profile() -> None:
