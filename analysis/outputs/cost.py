@@ -4,116 +4,49 @@ Table 2, Figs. 6 and 10), loading memory, and architectures (Unified Expert Prun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import plans, settings
+from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.load.study import Study
-from moe_lab.analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup, score_setup
+from moe_lab.analysis.outputs.captions import MEBIBYTE, TIMINGS, run_setup
 from moe_lab.analysis.outputs.score_rows import (
+    COSTS_OF_MODEL,
+    OF_MODEL,
     STORAGE,
-    concatenate_numbers,
-    cost_figure,
-    numbers_table,
-    pareto_front,
-    scored_rows,
+    STORAGE_COSTS,
+    Block,
+    score_table,
+    sort_cells,
 )
-from moe_lab.analysis.registry import Item, Results, output, per_model
+from moe_lab.analysis.registry import Results, output, per_model
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
-from moe_lab.analysis.render.table import (
-    CELL_COLUMNS,
-    Columns,
-    Table,
-    display_frame,
-    format_number,
-    frame_and_formats,
+from moe_lab.analysis.render.table import Columns, Table, format_number, frame_and_formats
+from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.quantity import AVG
+
+
+@score_table(
+    "pareto",
+    "All methods: accuracy against what is kept",
+    (AVG,),
+    "Kept: share of the parameters of routed experts. Of the model: share of all parameters. "
+    "FLOPs: per token, as a share of the unpruned model's. Storage: weights on disk.",
+    costs={**COSTS_OF_MODEL, **STORAGE_COSTS},
+    drawn=(OF_MODEL, "FLOPs", STORAGE),
+    chapter="cost",
 )
-from moe_lab.analysis.stats.cell_scores import Numbers, mean_definitions, notes_on_average
-from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
-
-FRONTS = {"Parameters": "parameters_kept", "FLOPs": "flops_ratio", "Storage": "storage_bytes"}
-"""Text in the column Front -> the cost of this front."""
-COST_COLUMNS = {
-    "Parameters kept": "parameters_kept",
-    "Routed kept": "routed_kept",
-    "FLOPs": "flops_ratio",
-    STORAGE: "storage_mib",
-}
-"""Displayed column -> column with a cost; STORAGE in MiB, the others as shares."""
-
-KINDS = {
-    "expert": "whole experts",
-    "constant": "experts, replaced by constants",
-    "merged": "experts, merged into others",
-    "channel": "channels",
-    "none": "nothing removed",
-}
-"""Kind of a pruned cell -> description of what is removed, and of what replaces it."""
-
-
-def average_and_costs(study: Study, comparison: Comparison) -> Numbers:
-    """The rows of `pareto` for one model: a row per cell that has costs, including the unpruned
-    model, most parameters and best average first. Fronts are those of pruned cells."""
-    target = comparison.all_average_columns
-    quantity = comparison.quantity(target)
-    average, _, _ = comparison.displayed_scores(target)
-    cells = comparison.cells.assign(
-        removed_text=settings.removed_share_texts(comparison.cells),
-        kind=_kinds(study, comparison.cells).replace(KINDS),
-        merit=quantity.sign * average,
-    )
-    cells = cells.join(study.costs, how="inner")
-    cells = cells.sort_values(["parameters_kept", "merit"], ascending=False, kind="stable")
-    pruned = cells[cells["criterion"] != "none"]
-    fronts = pd.DataFrame(
-        {word: pareto_front(pruned[cost], pruned["merit"]) for word, cost in FRONTS.items()},
-        pruned.index,
-    )
-    words = [", ".join(fronts.columns[is_on_front]) for is_on_front in fronts.to_numpy()]
-    cells["front"] = pd.Series(words, pruned.index, dtype=object).replace(", ".join(FRONTS), "all")
-    cells["storage_mib"] = cells["storage_bytes"] / MEBIBYTE
-    cells = cells.fillna({"front": ""})  # of the unpruned model
-    text = {**CELL_COLUMNS, "Removes": "kind", **COST_COLUMNS, "Front": "front"}
-    return scored_rows(comparison, display_frame(cells, text), {quantity.mean_name: target})
-
-
-def _kinds(study: Study, cells: pd.DataFrame) -> pd.Series:
-    """The kind of each cell, a key of KINDS; NaN where the plan cannot be read."""
-    # an unpruned model has no plan
-    is_known = (cells["granularity"] == "none") | cells.index.isin(study.retained["cell"])
-    kinds = cells["granularity"].where(is_known)
-    for kind in ("constant", "merged"):
-        cells_of_kind = study.retained.loc[study.retained[kind].astype(bool), "cell"]
-        kinds[kinds.index.isin(cells_of_kind)] = kind
-    return kinds
-
-
-@output("pareto", chapter="cost")
-def pareto(results: Results) -> list[Item | None]:
+def pareto(results: Results, comparison: Comparison) -> Iterator[Block]:
     """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts."""
-    study = results.study
-    comparisons = sorted(results.comparisons, key=lambda comparison: comparison.model)
-    rows = concatenate_numbers(average_and_costs(study, comparison) for comparison in comparisons)
-    if rows is None or study.costs.empty:
-        return []
-    table = numbers_table(
-        rows,
-        {**dict.fromkeys(COST_COLUMNS, "{:.1%}"), STORAGE: "{:,.2f}"},
-        last=(*COST_COLUMNS, "Front"),
-        title="All methods: accuracy against what is kept",
-        caption=f"{mean_definitions(results.comparisons)} Parameters kept, routed kept, FLOPs: "
-        "shares of all parameters, of those of routed experts, and of the unpruned model's FLOPs "
-        "per token. Front: the costs by which no cheaper pruned model is as good. "
-        f"{score_setup(study)}",
-        footnotes=notes_on_average(results.comparisons),
-    )
-    # models with another average, such as a mean loss, are in the table alone
-    average = next(iter(mean_quantities(results.comparisons)))
-    return [cost_figure(table, ("Parameters kept", "FLOPs", STORAGE), average, "Removes"), table]
+    labels = settings.method_labels(comparison.pruned_cells)
+    if len(results.study.costs):
+        for _, cells in groups(sort_cells(comparison.pruned_cells, "ratio", "method"), ["ratio"]):
+            yield Block(comparison, labels[cells.index])
 
 
 PREFILL = "Prefill (tokens/s)"

@@ -26,9 +26,11 @@ from moe_lab.analysis.stats.cell_scores import (
     Numbers,
     column_targets,
     differences,
+    notes_on_average,
     scores,
 )
 from moe_lab.analysis.stats.comparison import Comparison, Target, mean_quantities
+from moe_lab.analysis.stats.quantity import AVG
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,12 @@ class Cost:
 
 RETAINED_SHARE = {"Kept": Cost("routed_kept", "{:.1%}")}
 COSTS = {**RETAINED_SHARE, "FLOPs": Cost("flops_ratio", "{:.1%}")}
+OF_MODEL = "Of the model"
+"""Column with the retained share of all parameters, the axis of HEAPr's Figure 2."""
+COSTS_OF_MODEL = {**COSTS, OF_MODEL: Cost("parameters_kept", "{:.1%}")}
 STORAGE = "Storage (MiB)"
 STORAGE_COSTS = {**RETAINED_SHARE, STORAGE: Cost("storage_bytes", "{:,.2f}", scale=1 / MEBIBYTE)}
-"""RETAINED_SHARE, COSTS, STORAGE_COSTS: displayed column -> its cost."""
+"""RETAINED_SHARE to STORAGE_COSTS: displayed column -> its cost."""
 DIFFERENCE = "Difference"
 """Displayed column of differences."""
 P = "p (Holm)"
@@ -107,7 +112,7 @@ def score_table(
       base have several seeds
     - a column of costs for each entry of `costs` (displayed column -> its cost)
 
-    name, fields: arguments of `output`; drawn: costs of a `cost_figure` of the column MEAN.
+    name, fields: arguments of `output`; drawn: costs of a `cost_figure` of the mean.
     """
 
     def register(blocks_of: BlockMaker) -> BlockMaker:
@@ -121,9 +126,13 @@ def score_table(
             )
             if rows is None:
                 return []
-            averages = [*mean_quantities(results.comparisons), MEAN, DIFFERENCE]
-            table = _block_table(study, rows, averages, costs, title, caption)
-            return [cost_figure(table, drawn, MEAN), table]
+            means = [*mean_quantities(results.comparisons), MEAN]
+            table = _block_table(study, rows, [*means, DIFFERENCE], costs, title, caption)
+            if AVG in rows.frame:
+                table = replace(table, footnotes=notes_on_average(results.comparisons))
+            # models with another average, such as a mean loss, are in the table alone
+            shown = next((name for name in means if name in rows.frame), MEAN)
+            return [cost_figure(table, drawn, shown), table]
 
         output(name, **fields)(make)
         return blocks_of
@@ -277,20 +286,18 @@ LEAST_RANGE = 0.01
 """Costs are drawn if they differ by more than this share of the highest."""
 
 
-def cost_figure(
-    table: Table | None, costs: Sequence[str], score: str, label: str = "Criterion"
-) -> Figure | None:
+def cost_figure(table: Table, costs: Sequence[str], score: str) -> Figure | None:
     """A table's scores against its costs, with intervals and Pareto fronts of low costs.
 
     A panel for each model and cost, a line for each criterion and calibration set. Costs that
     hardly differ between the pruned models are left out; None if all are.
 
-    score, costs: columns of numbers; label: column with the labels of the lines.
+    score, costs: columns of numbers.
     """
-    if table is None or table.low is None or table.high is None or score not in table.low:
+    if table.low is None or table.high is None or score not in table.low:
         return None
     rows = table.frame.assign(
-        label=table.frame[label].fillna("unknown"),
+        label=table.frame["Criterion"],
         line=table.frame.filter(["Criterion", "Calibration"]).agg(" ".join, axis=1),
         is_pruned=table.frame["Criterion"] != UNPRUNED,
         y=table.frame[score],

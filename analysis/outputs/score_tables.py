@@ -18,15 +18,15 @@ from moe_lab.analysis.load.settings import method_labels
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import HEAPR, SLIMMING
 from moe_lab.analysis.outputs.score_rows import (
-    COSTS,
+    COSTS_OF_MODEL,
     COVERAGE,
     DEFAULT_SMOOTHING,
+    OF_MODEL,
     SMOOTHING,
     STORAGE,
     STORAGE_COSTS,
     Block,
     BlockMaker,
-    Cost,
     calibrated_cells,
     cells_without_recovery,
     only_cell,
@@ -65,10 +65,6 @@ EQUAL_BUT_PRIOR = ["ratio", "criterion", "gate", "other_settings"]
 """Plans of a calibration set with equal values in these columns differ in the prior alone."""
 
 
-OF_MODEL = "Of the model"
-"""Column with the retained share of all parameters, the axis of HEAPr's Figure 2."""
-
-
 def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
     """Cells that prune channels by HEAPr or CAMERA, the methods of HEAPr's tables."""
     channels = cells[cells["granularity"] == "channel"]
@@ -86,7 +82,7 @@ def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
         "removing whole experts saves only rows of routers, since a token is still given to as "
         "many experts."
     ),
-    costs={**COSTS, OF_MODEL: Cost("parameters_kept", "{:.1%}")},
+    costs=COSTS_OF_MODEL,
     drawn=(OF_MODEL, "FLOPs"),
     chapter="channels",
     needs=f"HEAPr or CAMERA with allocation=global or layerwise, and {HEAPR}",
