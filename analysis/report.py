@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pandas as pd
 
@@ -139,7 +139,7 @@ def write_report(publisher: Publisher) -> Path:
     path = publisher.out / PAGE
     results = publisher.results
     text = publisher.attempt(SUMMARY, lambda: ranking_text(results.rankings)) or ""
-    page.write(_page(publisher, items_by_output, text), path, vega.library())
+    page.write(_page(publisher, items_by_output), path, vega.library())
     summary = "\n\n".join(filter(None, [text, "\n".join(results.study.notes)]))
     path.with_name(SUMMARY).unlink(missing_ok=True)
     if summary:
@@ -151,8 +151,8 @@ FIRST = ("ranking", "benchmark_groups", "winners")
 """Outputs whose figures are at the top of the page."""
 
 
-def _page(publisher: Publisher, items_by_output: ItemsByOutput, rankings: str) -> Page:
-    """The page. rankings: the rankings as text."""
+def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
+    """The page."""
     results = publisher.results
     study = results.study
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
@@ -167,7 +167,7 @@ def _page(publisher: Publisher, items_by_output: ItemsByOutput, rankings: str) -
         first=first,
         plans=publisher.attempt("plans", partial(page_plans, study)) or {},
         answers=publisher.attempt("answers", partial(page_answers, study)) or {},
-        chapters=_chapters(publisher, items_by_output, rankings, first),
+        chapters=_chapters(publisher, items_by_output, first),
         menus=_menus(results),
         hidden=[setup(study) for setup in (score_setup, pass_setup, run_setup)],
         footer=f"Made by moe_lab {study.document.get('moe_lab', '')} from {study.name} in "
@@ -185,10 +185,10 @@ def _menus(results: Results) -> dict[str, list[str]]:
 
 
 def _chapters(
-    publisher: Publisher, items_by_output: ItemsByOutput, rankings: str, first: Sequence[Item]
+    publisher: Publisher, items_by_output: ItemsByOutput, first: Sequence[Item]
 ) -> list[Chapter]:
-    """All chapters of the page, in their order. rankings: the rankings as text; first: figures that
-    are at the top of the page instead."""
+    """All chapters of the page, in their order. first: figures that are at the top of the page
+    instead."""
     results = publisher.results
     study = results.study
     items: dict[str, list[Item]] = {}
@@ -198,22 +198,18 @@ def _chapters(
     chapters = [
         Chapter(anchor, title, items=items.get(anchor, ())) for anchor, title in CHAPTERS.items()
     ]
-    if rankings:
-        in_words = [("In words", rankings)]
-        chapters[0] = replace(chapters[0], text=overview(results.rankings), details=in_words)
+    if results.rankings:
+        chapters[0] = replace(chapters[0], text=overview(results.rankings))
     chapters += filter(None, [publisher.attempt(PUBLISHED, partial(published_chapter, results))])
     gap_items, _ = publisher.publish([GAPS])
-    text = [completeness(study), *study.notes]
-    config = study.document.get("config")
+    gaps = Chapter(GAPS, "Missing results", [completeness(study), *study.notes], gap_items[GAPS])
     provenance = Chapter(
         PROVENANCE,
         "Provenance and files",
         [setup(study) for setup in (score_setup, pass_setup)],
-        items=items.get(PROVENANCE, ()),
-        facts=_facts(study),
-        details=[("Configuration of the study", json.dumps(config, indent=2))] if config else (),
+        items.get(PROVENANCE, ()),
+        _facts(study),
     )
-    gaps = Chapter(GAPS, "Missing results", text, gap_items[GAPS])
     return [*chapters, gaps, provenance]
 
 
@@ -256,45 +252,38 @@ def published_chapter(results: Results) -> Chapter | None:
     )
 
 
-def _facts(study: Study) -> list[tuple[str, str]]:
-    """Pairs (label, text) on the provenance of a study."""
-    seconds = pd.to_numeric(study.origins["seconds"], errors="coerce").sum()
+ORIGINS = {
+    "moe_lab": "moe_lab",
+    "Commit": "commit",
+    "Computed on": "host",
+    "Machine": "machine",
+    "Python": "python",
+}
+"""Label on the page -> column of `Study.origins`."""
+
+
+def _facts(study: Study) -> dict[str, str]:
+    """Label -> text on the provenance of a study."""
     versions = versions_of_libraries(study.origins, study.cells, study.reader)
-    # column -> the distinct values of all evaluations
-    origins = {
-        str(column): ", ".join(dict.fromkeys(map(str, values.dropna())))
-        for column, values in study.origins.items()
-    }
-    facts = {
+    config = study.document.get("config")
+    return {
         "Study": study.name,
         "Store": str(study.store.resolve()),
-        # without evaluations, the version that wrote the study's record
-        "moe_lab": origins["moe_lab"] or str(study.document.get("moe_lab", "")),
-        "Commit": origins["commit"],
-        "Computed on": "; ".join(filter(None, (origins["host"], origins["machine"]))),
-        "Python": origins["python"],
+        **{
+            label: ", ".join(map(str, study.origins[column].dropna().unique()))
+            for label, column in ORIGINS.items()
+        },
         "Libraries": ", ".join(f"{name} {'/'.join(texts)}" for name, texts in versions.items()),
-        "Time of all evaluations": f"{seconds / 60:,.1f} minutes of one process" if seconds else "",
         # a key is the calibration set and the model: "code@OLMoE"
         **{
-            f"Calibration {key.replace('@', ' of ')}": _pass_in_words(report)
+            f"Calibration {key.replace('@', ' of ')}": ", ".join(
+                f"{tokens:,} tokens of {source}"
+                for source, tokens in (report.get("valid_tokens") or {}).items()
+            )
             for key, report in study.calibrations.items()
         },
+        "Configuration": json.dumps(config, indent=2) if config else "",
     }
-    return [(label, text) for label, text in facts.items() if text]
-
-
-def _pass_in_words(report: Mapping[str, Any]) -> str:
-    """Text on a calibration pass, from its report."""
-    parts = [
-        ", ".join(
-            f"{count:,} tokens of {source}"
-            for source, count in (report.get("valid_tokens") or {}).items()
-        )
-    ]
-    if "rows" in report and "length" in report:
-        parts.append(f"{report['rows']:,} rows of {report['length']:,}")
-    return "; ".join(filter(None, parts))
 
 
 def what_was_run(study: Study) -> str:

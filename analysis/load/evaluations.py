@@ -14,7 +14,7 @@ import pyarrow as pa
 from moe_lab.analysis import names
 from moe_lab.analysis.load.items import with_own_names
 from moe_lab.analysis.load.reader import Reader, groups, records, steps_with_inputs
-from moe_lab.result_files import SCALES, STEPS, TextMeasures
+from moe_lab.result_files import SCALES, SHAREABLE, STEPS, TextMeasures
 from moe_lab.result_files import SCHEMA as RESULT_SCHEMA
 
 _SAMPLES = ("benchmark", "item", "outcome")
@@ -69,10 +69,9 @@ def evaluations(
             if problem := _problem(result):
                 reader.record_gap(problem, step_name)
                 continue
-            rows += [
-                {"cell": cell, "task": task, "folder": step_name, **row}
-                for row in result["results"]
-            ]
+            is_shareable = (result.get("protocol") or {}).get(SHAREABLE, True)
+            of_step = {"cell": cell, "task": task, "folder": step_name, SHAREABLE: is_shareable}
+            rows += [{**of_step, **row} for row in result["results"]]
             if step_name not in origins:  # several cells can share an evaluation
                 origins[step_name] = _origin(step_name, result, reader.provenance(folder))
             table = reader.table(folder, "samples.parquet", _SAMPLES, optional=_OPTIONAL)
@@ -80,7 +79,7 @@ def evaluations(
                 sample_tables.append(
                     table.append_column("cell", pa.array(np.full(len(table), cell, np.int64)))
                 )
-    results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder"])
+    results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder", SHAREABLE])
     results[_NUMBERS] = results[_NUMBERS].apply(pd.to_numeric, errors="coerce")
     _record_missing_benchmarks(results, labels, reader)
     # float, because an empty column has no type

@@ -39,10 +39,9 @@ def answers(
     items = {}
     for row in records(evaluations.drop_duplicates("folder")):
         folder = reader.folder(row["folder"])
-        result = reader.json(folder, "result.json")
-        if folder is None or result is None:
+        if folder is None:
             continue
-        is_shareable = result["protocol"].get(SHAREABLE, True)
+        is_shareable = row[SHAREABLE]
         shown = [name for name in columns if is_shareable or name not in TEXTS]
         table = reader.table(folder, "samples.parquet", (), optional=shown)
         if table is None:

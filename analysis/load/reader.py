@@ -200,8 +200,7 @@ def steps_with_inputs(steps: Iterable[str | None], reader: Reader) -> dict[str, 
     remaining_names = [name for name in steps if name]
     while remaining_names:
         name = remaining_names.pop()
-        folder = reader.find_folder(name)
-        if folder is None or name in folders:
+        if name in folders or (folder := reader.find_folder(name)) is None:
             continue
         folders[name] = folder
         remaining_names += reader.step_document(folder).get("inputs", {}).values()

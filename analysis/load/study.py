@@ -46,8 +46,8 @@ class Study:
     - <step>_folder for each of STEPS: folder of the step, None where the cell lacks the step
     """
     results: pd.DataFrame
-    """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder: see
-    `moe_lab.result_files.Result`."""
+    """cell, task, benchmark, metric, score, scale, unit, stderr, n, expected, folder and shareable:
+    see `moe_lab.result_files.Result`."""
     samples: pd.DataFrame
     """cell, benchmark, item, outcome (0..1), answer_loss (bits per byte of the right answer; NaN if
     not measured), units (weight of the item in the score; NaN if all weights are equal), and those

@@ -65,6 +65,8 @@ def _searches(
 ) -> Iterator[tuple[pd.DataFrame, pd.DataFrame]]:
     """Yield (uniform cells, searched cells) of cells that differ only in their allocation, if some
     are searched. They have the columns of `Study.searches`, and "label" (of the method)."""
+    if results.study.searches.empty:
+        return
     cells = comparison.pruned_cells.join(results.study.searches)
     cells = cells.assign(label=method_labels(cells))
     for _, group in groups(sort_cells(cells, "ratio", "criterion"), ALL_BUT_ALLOCATION):

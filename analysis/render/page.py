@@ -7,7 +7,7 @@ import gzip
 import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,8 @@ class Chapter:
     title: str
     text: Sequence[str] = ()
     items: Sequence[Table | Figure] = ()
-    facts: Sequence[tuple[str, str]] = ()
-    """Pairs of a label and a text."""
-    details: Sequence[tuple[str, str]] = ()
-    """Pairs of a title and a long text."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the chapter has nothing to show."""
-        return not (self.text or self.items or self.facts)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Label -> text."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
         calibrations={},
         origins=pd.DataFrame({"versions": []}),
         costs=pd.DataFrame(costs, columns=COSTS).rename_axis("cell"),
-        searches=pd.DataFrame(),
+        searches=pd.DataFrame({"samples": [1]}, [0]),
         family=pd.DataFrame(),
         gaps=[],
     )
