@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from moe_lab.analysis.names import FIGURE_FORMATS
 from moe_lab.arguments import Parser
-from moe_lab.errors import DISK_FULL, UserError, check_known, run_and_exit
+from moe_lab.errors import UserError, check_known, run_and_exit
 from moe_lab.paths import is_of_group, shorten, store_folder
 from moe_lab.source_code import plugin_modules
 
@@ -97,17 +97,6 @@ def _report(message: object) -> None:
     print(f"analysis: {message}", file=sys.stderr)
 
 
-def _error_of_writing(out: Path, error: OSError) -> Exception:
-    """The exception to raise in place of `error`, which came from writing to the folder `out` or to
-    stdout."""
-    if isinstance(error, BrokenPipeError):  # the reader of stdout went away, `out` is fine
-        return error
-    advice = (
-        "make room, or name another folder" if error.errno in DISK_FULL else "name a folder you own"
-    )
-    return UserError(f"out={out} cannot be written ({error.strerror}): {advice}")
-
-
 def _run(request: argparse.Namespace) -> int:
     """Write the requested tables and figures. Returns the exit code: 0 if the study has results, no
     gaps, and data for everything that is requested by name; otherwise 1."""
@@ -130,8 +119,12 @@ def _run(request: argparse.Namespace) -> int:
     publisher = Publisher(Results(study), out, figure_format)
     try:
         has_all_data = _write(request.names, publisher)
+    except BrokenPipeError:  # the reader of stdout went away, `out` is fine
+        raise
     except OSError as error:
-        raise _error_of_writing(out, error) from None
+        raise UserError(
+            f"out={out} cannot be written ({error.strerror}): make room, or name a folder you own"
+        ) from None
     for note in study.notes:
         _report(note)
     for gap in study.gaps:
@@ -169,20 +162,21 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     items_by_name, paths = publisher.publish(outputs() if "all" in requested else requested)
     for path in paths:
         print(path)
-    names_without_items = [
-        name for name, items in items_by_name.items() if not items and name not in publisher.failed
-    ]
-    # a requested name may be an alias: `find(name).name` is the output's own name
-    requested_without_items = [
-        name for name in requested if name != "all" and find(name).name in names_without_items
-    ]
-    for name in requested_without_items:
-        _report(f"{name} needs {find(name).needs}, which study={study.name} does not have")
     # the output `gaps` has no items if no results are missing
-    names_without_data = ", ".join(name for name in names_without_items if name != GAPS)
-    if "all" in requested and names_without_data:
-        _report(f"no data for these (name one to see what it needs): {names_without_data}")
-    return not requested_without_items
+    without_data = [
+        name
+        for name, items in items_by_name.items()
+        if not items and name not in (*publisher.failed, GAPS)
+    ]
+    # a requested name may be an alias
+    named = {find(name).name for name in requested if name != "all"}
+    named_without_data = [name for name in without_data if name in named]
+    for name in named_without_data:
+        _report(f"{name} needs {find(name).needs}, which study={study.name} does not have")
+    if "all" in requested and without_data:
+        listed = ", ".join(without_data)
+        _report(f"no data for these (name one to see what it needs): {listed}")
+    return not named_without_data
 
 
 if __name__ == "__main__":

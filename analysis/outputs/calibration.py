@@ -4,10 +4,8 @@ the experts to prune (Unified Expert Pruning, Figs. 3 to 5)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import product
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
@@ -221,9 +219,6 @@ def overlap_table(results: Results) -> Table:
     """Overlap of the experts with the lowest scores S(b, alpha, beta) across calibration sets. A
     row per model, ratio and (b, alpha, beta)."""
     overlaps = results.overlaps
-    variants = [
-        overlap.variant_name(*variant) for variant in overlaps[overlap.VARIANT].to_numpy(int)
-    ]
     columns: Columns = {
         "Model": "model",
         "Pruned": "ratio",
@@ -239,8 +234,13 @@ def overlap_table(results: Results) -> Table:
         caption="Share of the lowest experts that is the same under all calibration sets, mean "
         "over layers, and its expectation for random sets. (1,0,0) scores all experts alike. "
         f"Based on {pass_setup(results.study)}",
-        **frame_and_formats(overlaps.assign(variant=variants), columns),
+        **frame_and_formats(overlaps.assign(variant=_variant_names(overlaps)), columns),
     )
+
+
+def _variant_names(overlaps: pd.DataFrame) -> list[str]:
+    """The papers' name of the score S(b, alpha, beta) of each row."""
+    return [overlap.variant_name(*variant) for variant in overlaps[overlap.VARIANT].to_numpy(int)]
 
 
 OVERLAP = "a run with overlap=true and two calibration sets"
@@ -292,14 +292,21 @@ def overlap_maps(results: Results) -> list[Item]:
     frames = [overlaps]
     if overlaps["model"].nunique() > 1:
         frames.insert(0, means.assign(model=ALL_MODELS))
-    squares = [
-        _squares(rows).assign(
-            panel=f"{key['model']}, {names.ratio(key['ratio'])} pruned",
-            Model=key["model"],
-            Pruned=names.ratio(key["ratio"]),
-        )
-        for key, rows in groups(pd.concat(frames), ["model", "ratio"])
-    ]
+    rows = pd.concat(frames).sort_values("ratio", kind="stable")
+    pruned = rows["ratio"].map(names.ratio)
+    b, alpha, beta = (rows[name].astype(int).astype(str) for name in overlap.VARIANT)
+    texts = rows["overlap"].map("{:.2f} ".format) + _variant_names(rows)
+    squares = pd.DataFrame(
+        {
+            "x": "β=" + beta,
+            "y": "b=" + b + ", α=" + alpha,
+            "share": rows["overlap"],
+            "text": texts.where(rows["overlap"].notna(), "N/A"),
+            "panel": rows["model"] + ", " + pruned + " pruned",
+            "Model": rows["model"],
+            "Pruned": pruned,
+        }
+    )
     layers = charts.heat_map(charts.label("x"), charts.label("y"))
     caption = (
         "Share of the lowest-scored experts of a layer that is the same under all calibration "
@@ -308,7 +315,7 @@ def overlap_maps(results: Results) -> list[Item]:
     )
     title = "Which scores depend least on the calibration set"
     size = ({"step": 85}, {"step": 22})
-    figure = Figure(title, caption, pd.concat(squares), layers, size=size)
+    figure = Figure(title, caption, squares, layers, size=size)
     return [figure, overlap_table(results), effect_table(means)]
 
 
@@ -329,26 +336,3 @@ def effect_table(overlaps: pd.DataFrame) -> Table:
         caption="Mean overlap over models and all usable variants with this b, α or β.",
         **frame_and_formats(effects, columns),
     )
-
-
-def _squares(overlaps: pd.DataFrame) -> pd.DataFrame:
-    """A square for each variant (b, alpha, beta), shaded by the variant's overlap: the columns of
-    `charts.heat_map`.
-
-    overlaps: a row per variant, with the columns b, alpha, beta and overlap."""
-    by_variant = overlaps.set_index(list(overlap.VARIANT))["overlap"]
-    rows = []
-    for b, alpha, beta in product((0, 1), (0, 1, 2), (0, 1, 2)):
-        share = by_variant.get((b, alpha, beta), np.nan)
-        is_missing = (b, alpha, beta) == overlap.DEGENERATE_VARIANT or np.isnan(share)
-        rows.append(
-            {
-                "x": f"β={beta}",
-                "y": f"b={b}, α={alpha}",
-                "share": np.nan if is_missing else share,
-                "text": "N/A"
-                if is_missing
-                else f"{share:.2f} {overlap.variant_name(b, alpha, beta)}",
-            }
-        )
-    return pd.DataFrame(rows)
