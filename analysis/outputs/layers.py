@@ -217,13 +217,6 @@ def experts_of_first_set(experts: pd.DataFrame, model: str) -> pd.DataFrame:
     return rows[rows["calibration"] == sets[0]] if sets else rows
 
 
-def top_experts(experts: pd.DataFrame, measure: str) -> pd.DataFrame:
-    """The TOP_EXPERTS rows of `experts` with the highest values in the column `measure`, highest
-    first."""
-    experts = experts.dropna(subset=[measure])
-    return experts.sort_values(measure, ascending=False, kind="stable").head(TOP_EXPERTS)
-
-
 @output("coverage.fig2", chapter="attribution", needs=ABLATIONS)
 @per_model
 def router_figure(results: Results, comparison: Comparison) -> Figure | None:
@@ -234,7 +227,7 @@ def router_figure(results: Results, comparison: Comparison) -> Figure | None:
     frames = []
     for letter, (measure, label) in zip("ab", ROUTING_MEASURES.items(), strict=True):
         correlation = experts[[measure, "ablation"]].corr("spearman", min_periods=3).iloc[0, 1]
-        highest_experts = top_experts(experts, measure)
+        highest_experts = experts.dropna(subset=[measure]).nlargest(TOP_EXPERTS, measure)
         frames.append(
             highest_experts.assign(
                 panel=f"({letter}) by {label}; rank correlation over all experts {correlation:.2f}",

@@ -39,20 +39,14 @@ def artefact_table(results: Results) -> Table:
 @output("gaps", chapter="gaps")
 def gap_table(results: Results) -> Table:
     """Missing results: a row per reason, with all folders and cells to which it applies."""
-    # reason -> folders, and labels of cells
-    locations_by_reason: dict[str, list[str]] = {}
-    for gap in results.study.gaps:
-        locations_by_reason.setdefault(gap.reason, []).append(gap.location)
-    rows = [
-        (reason, len(locations), "; ".join(locations))
-        for reason, locations in locations_by_reason.items()
-    ]
+    gaps = pd.DataFrame(map(vars, results.study.gaps), columns=["reason", "location"])
+    rows = gaps.groupby("reason", sort=False)["location"].agg(["size", "; ".join]).reset_index()
     return Table(
         title="Gaps",
         caption=(
             "Missing results are shown as – in every table and left out of averages, ranks and "
             "tests."
         ),
-        frame=pd.DataFrame(rows, columns=["What", "Times", "Where"]),
+        frame=rows.set_axis(["What", "Times", "Where"], axis=1),
         formats={"Times": "{:.0f}"},
     )

@@ -121,10 +121,9 @@ def footnotes(table: Table) -> list[str]:
         for column, direction in table.best.items()
         if direction == "min" and column in table.frame
     ]
-    required = [name for name in table.formats if name not in table.optional]
+    # the unpruned model has no rank, and other rows lack it only beside a gap
+    required = [name for name in table.formats if name not in (*table.optional, "Avg Rank")]
     is_gap = table.frame[table.frame.columns.intersection(required)].isna()
-    if "Criterion" in table.frame and "Avg Rank" in is_gap:
-        is_gap.loc[table.frame["Criterion"] == UNPRUNED, "Avg Rank"] = False  # is not ranked
     notes = list(table.footnotes)
     if lower_is_better:
         notes.insert(0, f"Less is better: {names.enumeration(lower_is_better)}.")
