@@ -81,7 +81,7 @@ def compare(a: str, b: str, store: str | Path = "store", study: str | None = Non
         for name in map(str, plans)
         if name.removesuffix("_a").removesuffix("_b") in _METHOD_AXES
     ]
-    differences = []
+    differences = {}
     for _, pairs in plans.groupby(axes, sort=False):
         joined = [
             [
@@ -94,18 +94,20 @@ def compare(a: str, b: str, store: str | Path = "store", study: str | None = Non
         ]
         answers_of_seeds = [first.assign(seed=seed) for seed, (first, *_) in enumerate(joined)]
         first_answers, experts, costs = joined[0]
-        frames = (
+        first = pairs.iloc[0]
+        # by the labels of A and B
+        differences[labels_a[first["cell_a"]], labels_b[first["cell_b"]]] = (
             _scores(pd.concat(answers_of_seeds)),
             experts[experts["share_a"] != experts["share_b"]],
             costs,
             _flips(first_answers),
         )
-        first = pairs.iloc[0]
-        for frame in frames:
-            frame.insert(0, "a", labels_a[first["cell_a"]])
-            frame.insert(1, "b", labels_b[first["cell_b"]])
-        differences.append(frames)
-    scores, *others = (pd.concat(parts) for parts in zip(*differences, strict=True))
+    scores, *others = (
+        pd.concat(dict(zip(differences, parts, strict=True)), names=["a", "b"])
+        .reset_index(["a", "b"])
+        .reset_index(drop=True)
+        for parts in zip(*differences.values(), strict=True)
+    )
     return Differences(scores.assign(p=uncertainty.holm(scores["p"].to_numpy())), *others)
 
 

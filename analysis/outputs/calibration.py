@@ -118,14 +118,7 @@ def change_figure(results: Results, comparison: Comparison) -> Figure | None:
         return None
     # also without an interval (NaN)
     points["is_open"] = ~((points["low"] > 0) | (points["high"] < 0))
-    # the benchmarks of a displayed column have one colour
-    colour_of_label = {
-        names.benchmark(benchmark): charts.SHADES[number]
-        for number, column in enumerate(names.COLUMNS.values())
-        for benchmark in column
-    }
     benchmarks = names.in_order(points["benchmark"], names.BENCHMARKS)
-    shown = charts.colours(map(names.benchmark, benchmarks), colour_of_label)
     # without intervals, which would hide the lines
     rows = points[["panel", "read", "difference", "is_open"]].assign(
         label=points["benchmark"].map(names.benchmark)
@@ -133,7 +126,9 @@ def change_figure(results: Results, comparison: Comparison) -> Figure | None:
     y = charts.number("difference", "change of the score (points)")
     layers = [
         charts.reference("y", 0),
-        *charts.lines(rows, _token_axis(rows["read"]), y, shown),
+        *charts.lines(
+            rows, _token_axis(rows["read"]), y, charts.colours(map(names.benchmark, benchmarks))
+        ),
     ]
     caption = (
         "Change of each benchmark's score, in points, against calibration on the least tokens of "

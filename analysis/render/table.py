@@ -77,13 +77,11 @@ def display_frame(rows: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFram
 
     columns: new name -> name in `rows`. A column that `rows` lacks is filled with NaN.
     """
-    displayed = {}
+    frame = rows.reindex(columns=list(columns.values())).set_axis(list(columns), axis="columns")
     for column, source in columns.items():
-        # an empty series becomes a column of NaN in the result
-        values = rows[source] if source in rows else pd.Series(dtype=object)
-        to_display_name = _DISPLAY_NAMES.get(source)
-        displayed[column] = values.map(to_display_name) if to_display_name else values
-    return pd.DataFrame(displayed, columns=list(columns))
+        if source in _DISPLAY_NAMES:
+            frame[column] = frame[column].map(_DISPLAY_NAMES[source])
+    return frame
 
 
 Columns = Mapping[str, str | tuple[str, str]]
