@@ -187,6 +187,18 @@ MATH_COLUMNS = ("GSM8K", "MATH-500")
 AVERAGES = {"Code": CODE_COLUMNS, "Math": MATH_COLUMNS}
 """Published average of displayed columns -> these columns."""
 
+DOMAINS = {"general": ("general", "c4"), "code": ("code",), "math": ("math", "gsm8k")}
+"""Domain -> what the names of its calibration sets contain, in the order of tables."""
+
+_BENCHMARKS_OF_DOMAIN = {
+    "code": (*COLUMNS["Eval+"], *COLUMNS["LiveCode"]),
+    "math": ("gsm8k", "math500", "aime25", "gpqa"),
+}
+"""Domain -> its benchmarks, as MoE-Slimming assigns them (Section C.1); others are general."""
+
+JOINT = "+"
+"""Separator of the sets in the calibration of a cell of `study_by_domain`."""
+
 SAME_ITEMS = {"humaneval_plus": "humaneval", "mbpp_plus": "mbpp"}
 """Benchmark -> the benchmark with the same items and fewer tests of each answer."""
 
@@ -315,19 +327,28 @@ def calibration(name: str) -> str:
     """Display name of a calibration set: pocket_code becomes Code."""
     if name == "none":
         return "no data"
+    if JOINT in name:
+        return f" {JOINT} ".join(map(calibration, name.split(JOINT)))
     short_name = name.removeprefix("pocket_")
     return short_name.capitalize() if short_name in _CAPITALISED_SETS else name
 
 
 def domain(calibration_set: str) -> str | None:
-    """Domain that the name of a calibration set contains: code, math or general. None for a name
-    without domain."""
+    """The domain in DOMAINS to which a calibration set belongs by its name. None for a name without
+    domain, and for one with several, as that of a mix."""
     lowercase_name = calibration_set.lower()
-    if "code" in lowercase_name:
-        return "code"
-    if "math" in lowercase_name:
-        return "math"
-    return "general" if "general" in lowercase_name or "c4" in lowercase_name else None
+    domains = [
+        domain for domain, parts in DOMAINS.items() if any(part in lowercase_name for part in parts)
+    ]
+    return domains[0] if len(domains) == 1 else None
+
+
+def domain_of_benchmark(benchmark: str) -> str:
+    """The domain in DOMAINS to which a benchmark belongs."""
+    for domain, benchmarks in _BENCHMARKS_OF_DOMAIN.items():
+        if benchmark in benchmarks:
+            return domain
+    return "general"
 
 
 def share(value: float) -> str:
@@ -349,7 +370,7 @@ def in_order(values: Iterable[str], order: Iterable[str]) -> list[str]:
 
 def calibrations_in_order(values: Iterable[str]) -> list[str]:
     """Sort the different calibration sets as the papers list their domains, then alphabetically."""
-    domains = ["general", "code", "math", None]  # None: a name without domain
+    domains = [*DOMAINS, None]  # None: a name without one domain
     return sorted(set(values), key=lambda value: (domains.index(domain(value)), value))
 
 

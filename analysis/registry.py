@@ -20,8 +20,9 @@ from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats import overlap
 from moe_lab.analysis.stats.comparison import Comparison, compare
+from moe_lab.analysis.stats.derived_studies import study_by_domain, study_of_column
 from moe_lab.analysis.stats.ranking import Ranking, rankings, scored_plans
-from moe_lab.analysis.stats.winners import study_of_column, winner_map
+from moe_lab.analysis.stats.winners import winner_map
 from moe_lab.errors import UserError, nearest
 
 
@@ -75,6 +76,13 @@ class Results:
         return Results(study_of_column(self.study, "answer_loss", "bits per byte"))
 
     @cached_property
+    def by_domain(self) -> Results:
+        """The results when plans that differ in the calibration set alone are joint cells, see
+        `study_by_domain`."""
+        study = study_by_domain(self.study)
+        return self if study is self.study else Results(study)
+
+    @cached_property
     def overlaps(self) -> pd.DataFrame:
         """How far calibration sets agree on the experts with the lowest scores. Columns as in
         `overlap.calibration_overlap`."""
@@ -104,6 +112,8 @@ class Output:
     only."""
     aliases: tuple[str, ...] = ()
     """Names of other published tables and figures that this output contains."""
+    by_domain: bool = False
+    """Whether `make` gets `Results.by_domain`."""
 
     @property
     def title(self) -> str:
@@ -113,7 +123,7 @@ class Output:
     def items(self, results: Results) -> list[Item]:
         """Make the tables and figures of the output, without empty tables. Their names begin with
         that of the output; what `make` calls them follows."""
-        items = self.make(results)
+        items = self.make(results.by_domain if self.by_domain else results)
         if items is None or isinstance(items, Table | Figure):
             items = [items]
         return [

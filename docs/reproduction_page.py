@@ -70,7 +70,6 @@ NO_SWEEP = "no sweep has this row"
 """Reason for a printed row that no cell of the table's sweeps has."""
 OTHER_QUANTITY = "a size, time or rank, which outputs show and nothing compares"
 """Reason for a printed number that is not a score."""
-OTHER_TEXT = "calibrated on the text of each task, and the sweep on one text"
 
 
 @dataclass
@@ -228,16 +227,23 @@ def reason(number: PublishedNumber, item: Mapping[str, str]) -> str:
     needed = {name for column in columns for name in names.COLUMNS.get(column, (column,))}
     has_row = False
     for name in item["sweeps"].split():
-        for key, reports in sweep(name).results.items():
-            # the paper does not say on which text, or joins the rows of several
-            texts = {calibration, key[-1]} if calibration in ("na", "matched") else {calibration}
-            if key[:-1] == (model, ratio, criterion, allocation, recovery) and key[-1] in texts:
-                has_row = True
-                if needed <= reports:
-                    return ""
+        # text -> the benchmarks of the cell that is calibrated on it
+        reports_of_text = {
+            key[-1]: reports
+            for key, reports in sweep(name).results.items()
+            if key[:-1] == (model, ratio, criterion, allocation, recovery)
+        }
+        texts = set(calibration.split(names.JOINT))
+        # the paper does not say on which text, or joins the rows of several
+        if calibration in ("na", "matched"):
+            texts = set(reports_of_text)
+        if texts and texts <= reports_of_text.keys():
+            has_row = True
+            if all(needed <= reports_of_text[text] for text in texts):
+                return ""
     if has_row:
         return f"not among the sweep's benchmarks: {names.enumeration(sorted(needed))}"
-    return OTHER_TEXT if "_" in calibration and number.paper == "coverage" else NO_SWEEP
+    return NO_SWEEP
 
 
 @cache

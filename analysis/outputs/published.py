@@ -34,7 +34,7 @@ from moe_lab.analysis.published.numbers import (
     tally,
     verdict,
 )
-from moe_lab.analysis.registry import Results, output
+from moe_lab.analysis.registry import REGISTERED, Results, output
 from moe_lab.analysis.render.table import SCORE, Table
 from moe_lab.analysis.stats.comparison import NORMAL_QUANTILE, Comparison, Target
 
@@ -71,17 +71,24 @@ class Facts:
         """Add to a measured number how it was measured: the axes, calibration tokens and search of
         its cell, and the cell's evaluations on the benchmarks that contribute to the number."""
         axes = self.cells[cell]
-        # report of the calibration pass: `rows` rows of `length` positions
-        report = self.study.calibrations.get(f"{axes['calibration']}@{axes['model']}", {})
-        tokens = None
-        if {"rows", "length"} <= set(report):
-            tokens = int(report["rows"]) * int(report["length"])
+        tokens_of_sets = {
+            self._tokens(calibration, axes["model"])
+            for calibration in str(axes["calibration"]).split(names.JOINT)
+        }
+        tokens = tokens_of_sets.pop() if len(tokens_of_sets) == 1 else None
         evaluations = [
             self._evaluation(cell, benchmark)
             for benchmark in benchmarks
             if (cell, benchmark) in self._results
         ]
         return MeasuredNumber(*number, axes, tokens, self._search(cell), evaluations, caveats)
+
+    def _tokens(self, calibration: str, model: str) -> int | None:
+        """Positions of a calibration pass: `rows` rows of `length`; None if they are unknown."""
+        report = self.study.calibrations.get(f"{calibration}@{model}", {})
+        if {"rows", "length"} <= set(report):
+            return int(report["rows"]) * int(report["length"])
+        return None
 
     def _search(self, cell: int) -> dict[str, Any]:
         """`MeasuredNumber.search` of a cell. The search set is the text on which candidates were
@@ -135,7 +142,8 @@ def published_key(cell: Mapping[str, Any]) -> Key:
     """
     trained_model, top_k = names.split_top_k(str(cell["model"]))
     model = published_name("model", trained_model)
-    calibration = published_name("calibration", str(cell["calibration"]))
+    sets = str(cell["calibration"]).split(names.JOINT)
+    calibration = names.JOINT.join(published_name("calibration", name) for name in sets)
     ratio = round(float(cell["ratio"]), 6)
     allocation = str(cell["allocation"])
     if top_k is not None:
@@ -222,13 +230,16 @@ _OPTIONAL_COLUMNS = {"recovery": "Recovery", "gate": "Gate"}
 axis."""
 
 
-_facts = lru_cache(maxsize=1)(Facts)
+_facts = lru_cache(maxsize=2)(Facts)
+"""Two, because a printed row can be that of a joint cell of `Results.by_domain`."""
 
 
 def _register(name: str) -> None:
     """Register the comparison of the table `name` as an output."""
 
     def make(results: Results) -> Table:
+        if REGISTERED[name].by_domain:
+            results = results.by_domain
         return published_table(_facts(results.study), results.comparisons, name)
 
     make.__doc__ = f"Numbers of {name}, compared with those that the papers print."

@@ -59,6 +59,10 @@ DIFFERENCE = "Difference"
 P = "p (Holm)"
 """Displayed column of p-values."""
 _MEANING_OF_P = f"{P}: two-sided, where both methods have several seeds, corrected over the table."
+_MEANING_OF_JOINT_ROWS = (
+    "A row of several calibration sets has each benchmark from the plan of the benchmark's domain, "
+    "and costs from the first plan."
+)
 _MEANING_OF_MEAN = f"{MEAN}: of the paper's benchmarks that were run, which the table lists."
 SMOOTHING = ("layer_smoothing", "smoothing")
 """Settings that choose the smoothing of layer losses, which MoE-Slimming's Table 7 varies."""
@@ -153,8 +157,10 @@ def _block_table(
     frame = rows.frame
     if P in frame:
         frame[P] = uncertainty.holm(frame[P].to_numpy(float))
+    has_joint_cells = study.cells["calibration"].str.contains(names.JOINT, regex=False).any()
     sentences = [
         caption,
+        _MEANING_OF_JOINT_ROWS if has_joint_cells else "",
         _MEANING_OF_MEAN if MEAN in frame else "",
         _MEANING_OF_P if P in frame else "",
         score_setup(study),
@@ -264,14 +270,19 @@ def _pruned_and_labels(block: Block) -> tuple[str, pd.Series]:
     """(text with the removed share of the block, cell -> label).
 
     A gate and seed that all cells have in common are part of the text. Otherwise, they are added to
-    labels that several cells share."""
+    labels that several cells share. A calibration set that all cells have in common is part of the
+    text if the model's other cells have others."""
     labels = block.labels
-    removed = block.comparison.cells["removed_text"][labels.index[0]]
+    pruned = block.comparison.pruned_cells
+    cells = pruned.loc[labels.index]
+    texts = [cells["removed_text"].iloc[0], block.detail]
+    if cells["calibration"].nunique() == 1 < pruned["calibration"].nunique():
+        texts.append(names.calibration(cells["calibration"].iloc[0]))
     suffixes = gate_and_seed(block.comparison.cells)[labels.index]
     if suffixes.nunique() == 1:
-        return names.comma_joined(removed, block.detail, suffixes.iloc[0]), labels
+        return names.comma_joined(*texts, suffixes.iloc[0]), labels
     labels = labels.mask(labels.duplicated(keep=False), labels + ", " + suffixes)
-    return names.comma_joined(removed, block.detail), labels
+    return names.comma_joined(*texts), labels
 
 
 def criterion_colours(rows: pd.DataFrame) -> dict[str, Any]:

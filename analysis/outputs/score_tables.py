@@ -147,6 +147,7 @@ def channels_and_experts(results: Results, comparison: Comparison) -> Iterator[B
     (*names.ABLATION, MEAN),
     "Difference: Mean minus that of uniform widths, paired. Rows name the allocation.",
     chapter="channels",
+    by_domain=True,
     needs=f"one channel criterion under allocation=coverage and others, and {SLIMMING}",
 )
 def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]:
@@ -168,6 +169,7 @@ def allocator_table(results: Results, comparison: Comparison) -> Iterator[Block]
     "How layer losses are smoothed; the priors of experts keep their own smoothing. Difference: "
     f"Mean minus that of {DEFAULT_SMOOTHING}, the default, paired.",
     chapter="channels",
+    by_domain=True,
     needs=f"allocation=coverage and its coverage_smoothing_* variants, and {SLIMMING}",
     aliases=("coverage.table15",),
 )
@@ -197,12 +199,15 @@ def _channel_cells(comparison: Comparison) -> Iterator[pd.DataFrame]:
     "Activations, weights and gradients are those of the down projection, unless a row names "
     "another. Difference: Mean minus that of Activation, the default, paired.",
     chapter="channels",
+    by_domain=True,
     needs=f"several channel criteria under allocation=coverage, and {SLIMMING}",
 )
 def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 13: channel scores under the allocation `coverage`."""
     cells = cells_without_recovery(comparison, "channel")
-    for _, competitors in groups(cells[cells["allocation"] == COVERAGE], ["ratio"]):
+    cells = cells[cells["allocation"] == COVERAGE]
+    for panel in comparison.panels:
+        competitors = cells[cells.index.isin(panel.cells.values())]
         criteria = competitors["criterion"]
         if criteria.nunique() > 1:
             base = only_cell(competitors[criteria == "channel_activation"])
@@ -221,6 +226,7 @@ _BLOCKS_CAPTION = (
     "Channel budgets in blocks: channels left over by rounding",
     (*names.COMMON_SENSE, COMMON_SENSE_MEAN, "gsm8k", "humaneval", MEAN),
     _BLOCKS_CAPTION,
+    by_domain=True,
     needs=f"several of coverage_aligned_* of sweeps (coverage_table8), and {SLIMMING}",
     aliases=("coverage.table17",),
 )
@@ -235,6 +241,7 @@ def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
     (*names.ABLATION, MEAN),
     _BLOCKS_CAPTION,
     chapter="channels",
+    by_domain=True,
     needs=f"coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16), and {SLIMMING}",
 )
 def smallest_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
@@ -260,6 +267,7 @@ def _allocation_blocks(comparison: Comparison, pattern: str) -> Iterator[Block]:
     "Rows name the prior by which allocation=coverage divides a layer among its experts. "
     "Difference: Mean minus that of the first order, paired.",
     chapter="attribution",
+    by_domain=True,
     needs="plans of allocation=coverage that differ in the prior alone",
 )
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
@@ -311,6 +319,7 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
     costs=STORAGE_COSTS,
     drawn=(STORAGE,),
     chapter="recovery",
+    by_domain=True,
     needs=f"cells with a recovery, and {SLIMMING}",
     aliases=("coverage.fig8",),
 )
@@ -353,6 +362,7 @@ _RECOVERY_CAPTION = "Storage: weights on disk, with the scales of quantised ones
     (*names.REASONING, MEAN),
     _RECOVERY_CAPTION,
     costs=STORAGE_COSTS,
+    by_domain=True,
     needs="cells with a recovery, and reasoning benchmarks, such as gsm8k",
 )
 def recovery_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
@@ -372,6 +382,7 @@ def recovery_blocks(results: Results, comparison: Comparison) -> Iterator[Block]
     "Top-k: experts per token, in calibration and in evaluation; models without it in their name "
     "use the number that they were trained with.",
     chapter="cost",
+    by_domain=True,
     needs="cells with model.top_k=null,2,1 (coverage_table9 of sweeps)",
     aliases=("coverage.table19",),
 )

@@ -4,6 +4,7 @@ degeneration of generated texts."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import pandas as pd
 from scipy.special import stdtrit
@@ -32,9 +33,7 @@ from moe_lab.analysis.stats.cell_scores import (
     column_targets,
     mean_definitions,
     notes_on_average,
-    panels_by_domain,
     rank_block,
-    task_block,
 )
 from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
 from moe_lab.analysis.stats.uncertainty import CONFIDENCE
@@ -119,30 +118,27 @@ def task_specific_table(results: Results, criteria: Sequence[str] | None = None)
 
     criteria: keys of the methods to list, None for all methods.
     """
-    columns = [*names.CODE_COLUMNS, *names.MATH_COLUMNS]
-    best = {**dict.fromkeys(columns, "max"), "Avg Rank": "min"}
+    columns = (*names.CODE_COLUMNS, *names.MATH_COLUMNS)
     blocks = []
-    for comparison in results.comparisons:
-        # domains: domain of the calibration set -> panel, for one ratio and gate
-        for domains in panels_by_domain(comparison).values():
-            if {"code", "math"} <= set(domains):
-                block = task_block(comparison, domains, criteria)
-                text = {"Model": comparison.model, "Pruned": domains["code"].pruned_text}
-                # the index of block.frame has keys of methods
-                frame = block.frame.assign(
-                    **text, Criterion=list(map(names.method, block.frame.index))
-                )
-                blocks.append(Numbers(frame, block.low, block.high, best))
+    for comparison in results.by_domain.comparisons:
+        for panel in comparison.panels:
+            sets = panel.calibration.split(names.JOINT)
+            if {"code", "math"} <= set(map(names.domain, sets)):
+                task_columns = tuple(column for column in columns if column in panel.columns)
+                task_panel = replace(panel, columns=task_columns)
+                blocks.append(rank_block(comparison, task_panel, criteria))
     rows = concatenate_numbers(blocks)
     if rows is None:
         return None
+    shown = [*PANEL_COLUMNS, "Criterion", *columns, "Avg Rank"]
+    frame = rows.frame[rows.frame.columns.intersection(shown)]
     return numbers_table(
-        rows,
+        replace(rows, frame=frame),
         {"Avg Rank": RANK},
         last=(*columns, "Avg Rank"),
         title="Calibrated on the task",
         caption="Coding columns come from the model pruned with code calibration, mathematics "
-        "columns from the one pruned with mathematics calibration; Avg Rank is over these four "
+        "columns from the one pruned with mathematics calibration; Avg Rank is over these "
         f"columns. {score_setup(results.study)}",
     )
 

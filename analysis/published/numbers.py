@@ -230,7 +230,7 @@ class MeasuredNumber:
     """Axes of the cell whose number this is."""
     tokens: int | None
     """Positions of the calibration pass, including gaps between documents; None when the number is
-    unknown, or when the criterion reads no data."""
+    unknown or differs between joint calibration sets, or when the criterion reads no data."""
     search: Mapping[str, Any] = field(default_factory=dict)
     """`search set` and `generations` of a searched allocation, each None when unknown; {} for an
     allocation that was not searched."""
@@ -264,11 +264,11 @@ def reasons(number: PublishedNumber, measured: MeasuredNumber) -> Iterator[str]:
     if number.note.startswith(NOT_COMPARABLE):
         yield number.note.removeprefix(NOT_COMPARABLE)
     for axis in ("model", "calibration"):
-        value = str(measured.cell[axis])
-        if (printed := published_name(axis, value)) != value:
-            yield f"{value} stands in for {printed}"
-            if axis == "model":
-                return
+        for value in str(measured.cell[axis]).split(names.JOINT):
+            if (printed := published_name(axis, value)) != value:
+                yield f"{value} stands in for {printed}"
+                if axis == "model":
+                    return
     yield from _calibration_differences(number, measured)
     yield from measured.caveats
     yield from _evaluation_differences(number, measured.evaluations)

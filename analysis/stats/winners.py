@@ -17,7 +17,6 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import groups
-from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.comparison import Comparison, Panel
 from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
@@ -142,17 +141,3 @@ def label(winners: Sequence[str], score: float) -> str:
 
 
 CAPTION = "Loss on right answers, in bits per byte of the answer: lower is better."
-
-
-def study_of_column(study: Study, column: str, unit: str) -> Study:
-    """A copy of the study with the numbers in a column of `samples` in place of outcomes and
-    scores. They count as losses in `unit`. Items without a number in this column are left out."""
-    # units NaN: all items have equal weights
-    samples = study.samples.dropna(subset=[column])
-    samples = samples.assign(outcome=samples[column], units=np.nan)
-    outcomes = samples.groupby(["cell", "benchmark"])["outcome"]
-    summary = outcomes.agg(score="mean", stderr="sem", n="size").reset_index()
-    results = study.results.drop(columns=["score", "stderr", "n"])
-    results = results.merge(summary, on=["cell", "benchmark"])
-    results = results.assign(metric=column, scale="loss", unit=unit)
-    return replace(study, results=results, samples=samples)

@@ -422,6 +422,41 @@ def test_speeds_are_medians_with_quartiles() -> None:
     assert [row[f"Decode (tokens/s){end}"] for end in (" low", "", " high")] == [5, 20 / 3, 10]
 
 
+def test_benchmarks_are_read_from_the_plan_of_their_domain(tmp_path: Path) -> None:
+    """MoE-Slimming (arXiv 2606.18304), Section 5.1: plans from C4 for knowledge, from GSM8K for
+    mathematics and from OpenCodeReasoning for code are one row, also beside printed numbers."""
+    sets = {"arc_challenge": "c4", "gsm8k": "gsm8k", "humaneval": "opencodereasoning"}
+    store = write_store(
+        tmp_path,
+        models=("qwen1_5_moe",),
+        criteria=("channel_activation", "snip"),
+        calibrations=tuple(sets.values()),
+        allocations=("uniform", "coverage"),
+        tasks=tuple(sets),
+        items=40,
+    )
+    results = Results(load(store, "made_up"))
+    [comparison] = results.comparisons
+    cells = comparison.cells[comparison.cells["criterion"] == "channel_activation"]
+    cell_of_plan = {
+        (plan.allocation, plan.calibration): cell
+        for cell, plan in zip(cells.index, cells.itertuples(), strict=True)
+    }
+    scores = {
+        benchmark: comparison.benchmark_scores[benchmark][cell_of_plan["coverage", calibration]]
+        for benchmark, calibration in sets.items()
+    }
+    table = table_named("coverage.table6", results).frame
+    assert table["Criterion"].tolist() == ["Unpruned", "Uniform", "Coverage"] * 2
+    row = table.iloc[2]
+    assert [row["ARC-C"], row["GSM8K"], row["HumanEval"]] == list(scores.values())
+    for name, benchmark in (("coverage.table6", "ARC-C"), ("coverage.table13", "GSM8K")):
+        printed = table_named(f"{name}.published", results).frame
+        of_plan = printed[printed["Criterion"] == "Channel activation, coverage"]
+        assert of_plan["Benchmark"].tolist() == [benchmark]
+        assert of_plan["Measured"].tolist() == [row[benchmark]]
+
+
 @pytest.fixture
 def table() -> Table:
     frame = pd.DataFrame(
