@@ -360,45 +360,24 @@ def plan_name(row: Mapping[str, object]) -> str:
     return f"{method} on {names.calibration(str(row['calibration']))}"
 
 
-PLANS_IN_SENTENCE = 4
-"""Largest number of plans that a sentence names."""
 MAX_ENTRIES = 8
 """Largest number of rankings, and of plans of a ranking, in a terminal."""
 
 
 def overview(rankings: Sequence[Ranking]) -> list[str]:
-    """At most two sentences on all rankings together: on plans above chance, and on methods with
-    one seed."""
-    models = {ranking.model for ranking in rankings if ranking.chance}
-    models_above_chance = {
-        ranking.model for ranking in rankings if (ranking.rows["chance"] == ABOVE_CHANCE).any()
-    }
-    sentences = []
-    if models:
-        sentences.append(
-            "Models with a plan above chance, corrected for the number of plans of each model: "
-            f"{len(models_above_chance)} of {len(models)}."
-        )
+    """A sentence on methods with one seed, if there are any."""
     if any((ranking.competing_rows["seeds"] == 1).any() for ranking in rankings):
-        sentences.append(
+        return [
             "Methods with one seed have an interval over items and no verdict, as another seed may "
             "give another plan."
-        )
-    return sentences
-
-
-def _plan_names(plans: Sequence[dict[str, object]]) -> str:
-    """Text with the names of the first PLANS_IN_SENTENCE plans and the number of further plans."""
-    unnamed_count = len(plans) - PLANS_IN_SENTENCE
-    remainder = [f"{unnamed_count} more"] if unnamed_count > 0 else []
-    return names.enumeration([*map(plan_name, plans[:PLANS_IN_SENTENCE]), *remainder])
+        ]
+    return []
 
 
 def remarks(ranking: Ranking) -> list[str]:
-    """Sentences that compare the plans of each kind with chance, then one that compares the
-    methods with several seeds."""
+    """Sentences that compare the plans of each kind with chance."""
     sentences = [_chance_sentence(ranking, kind, chance) for kind, chance in ranking.chance.items()]
-    return [sentence for sentence in (*sentences, _verdict_sentence(ranking)) if sentence]
+    return list(filter(None, sentences))
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
@@ -441,26 +420,6 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         " of each model" if chance.models > 1 else ""
     )
     return f"{sentence} With {plans_text} like these, the first one would be above chance."
-
-
-def _verdict_sentence(ranking: Ranking) -> str:
-    """A sentence that names the best methods and the methods that are not separated from them; ""
-    if fewer than two methods can be compared."""
-    if len(_comparable_methods(ranking.rows)) < 2:
-        return ""
-    plans_with_stated_verdict = ranking.scored_rows[
-        ~ranking.scored_rows["chance"].isin((WITHIN_CHANCE, BELOW_CHANCE))
-    ]
-    plans = {
-        verdict: records(rows) for verdict, rows in plans_with_stated_verdict.groupby("verdict")
-    }
-    if BEST not in plans:  # the best methods are within or below chance
-        return "The best of the methods with several seeds is not above chance."
-    verb = "are" if len(plans[BEST]) > 1 else "is"
-    sentence = f"Of the methods with several seeds, {_plan_names(plans[BEST])} {verb} best"
-    if TIED in plans:
-        return f"{sentence}, not separated from {_plan_names(plans[TIED])}."
-    return f"{sentence}, separated from all others." if SEPARATED in plans else f"{sentence}."
 
 
 def scored_plans(rankings: Iterable[Ranking], comparisons: Iterable[Comparison]) -> pd.DataFrame:
@@ -546,8 +505,9 @@ def headline(rankings: Sequence[Ranking]) -> str:
 
 
 def ranking_text(rankings: Sequence[Ranking]) -> str:
-    """The rankings as text for a terminal: the overview, then the first MAX_ENTRIES rankings."""
-    parts = ["\n".join(overview(rankings))]
+    """The rankings as text for a terminal: the main finding, then the first MAX_ENTRIES
+    rankings."""
+    parts = ["\n".join([headline(rankings), *overview(rankings)])] if rankings else []
     for ranking in rankings[:MAX_ENTRIES]:
         quantity = f"{ranking.mean_name}, {ranking.quantity.direction}"
         lines = [
