@@ -104,7 +104,7 @@ def key_of(cell: Cell) -> Key:
     columns = cell_columns(cell)
     if not criteria.reads_text(cell.criterion.name) and cell.allocation.name == "uniform":
         columns["calibration"] = "none"
-    return _key({**columns, "allocation": allocation_text(columns) or "none"}, cell)
+    return _key({**columns, "allocation": allocation_text(columns)}, cell)
 
 
 def unpruned_key(cell: Cell) -> Key:

@@ -14,8 +14,8 @@ import pyarrow as pa
 from moe_lab.analysis import names
 from moe_lab.analysis.load.items import with_own_names
 from moe_lab.analysis.load.reader import Reader, groups, records, steps_with_inputs
-from moe_lab.result_files import SCALES, SHAREABLE, STEPS, TextMeasures
 from moe_lab.result_files import SCHEMA as RESULT_SCHEMA
+from moe_lab.result_files import SHAREABLE, STEPS, TextMeasures
 
 _SAMPLES = ("benchmark", "item", "outcome")
 """Columns that every samples.parquet has."""
@@ -66,8 +66,8 @@ def evaluations(
             result = reader.json(folder, "result.json")
             if folder is None or result is None:
                 continue
-            if problem := _problem(result):
-                reader.record_gap(problem, step_name)
+            if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
+                reader.record_gap("written by a newer moe_lab: upgrade to read it", step_name)
                 continue
             is_shareable = (result.get("protocol") or {}).get(SHAREABLE, True)
             of_step = {"cell": cell, "task": task, "folder": step_name, SHAREABLE: is_shareable}
@@ -90,17 +90,6 @@ def evaluations(
     columns = ["folder", "seconds", *_ORIGIN, "versions"]
     samples = with_own_names(_samples(sample_tables), results, reader)
     return results, samples, pd.DataFrame(list(origins.values()), columns=columns)
-
-
-def _problem(result: Mapping[str, Any]) -> str:
-    """Why the content of a result.json cannot be used; "" if it can."""
-    rows = result.get("results")
-    if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
-        return "written by a newer moe_lab: upgrade to read it"
-    is_valid = isinstance(rows, list) and all(
-        isinstance(row, dict) and row.get("scale") in SCALES for row in rows
-    )
-    return "" if is_valid else "result.json is damaged"
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:

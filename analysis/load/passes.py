@@ -93,9 +93,8 @@ def documents(folders: Folders, file: str, reader: Reader) -> Reports:
 
 
 def tables(folders: Folders, file: str, reader: Reader) -> pd.DataFrame:
-    """Read the table `file`, one of TABLES, in each folder. The result has the columns PASS and
-    those of the table."""
-    frames = {key: reader.frame(folder, file, TABLES[file]) for key, folder in folders.items()}
+    """`read_table` of each folder. The result has the columns PASS and those of the table."""
+    frames = {key: read_table(folder, file, reader) for key, folder in folders.items()}
     return _stack_tables(frames, PASS, file)
 
 
@@ -287,11 +286,8 @@ def _calibration_tokens(rows: pd.DataFrame, cells: pd.DataFrame, reader: Reader)
 
 
 def _pass_tables(file: str, cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """`tables` of those of `shown_passes` that have the table `file`."""
-    folders = folders_of_passes(cells, reader)
-    return _stack_tables(
-        {key: read_table(folder, file, reader) for key, folder in folders.items()}, PASS, file
-    )
+    """`tables` of `shown_passes`."""
+    return tables(folders_of_passes(cells, reader), file, reader)
 
 
 def _ablations(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:

@@ -4,7 +4,7 @@ tidy frames."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,39 +87,23 @@ def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
     If constant and merged are False, a dropped expert that the router can still choose outputs 0.
     """
-    shares = _from_plans(_shares, cells, reader)
+    plans = _read_documents(cells, "plan", reader)
+    shares = {cell: _shares(plan) for cell, plan in plans.items()}
     return _stack_by_cell(shares, ("layer", "expert", "share", "constant", "merged"))
 
 
 def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What the plan of each cell removes; NaN if the plan is missing or damaged. The frame has the
-    index of `cells`. Columns:
+    """What the plan of each cell removes; NaN if the plan is missing. The frame has the index of
+    `cells`. Columns:
 
     - removed: share of the experts, or of the experts' channels if the plan removes channels
     - plan: the plan's layers as JSON
     """
-    rows = _from_plans(_removed, cells, reader)
+    rows = {}
+    for cell, plan in _read_documents(cells, "plan", reader).items():
+        shares = np.concatenate([_layer_shares(layer) for layer in plan["layers"].values()])
+        rows[cell] = {"removed": 1 - float(shares.mean()), "plan": json.dumps(plan["layers"])}
     return _by_cell(rows, ["removed", "plan"]).reindex(cells.index)
-
-
-def _from_plans(
-    compute: Callable[[Mapping[str, Any]], Any], cells: pd.DataFrame, reader: Reader
-) -> dict[int, Any]:
-    """Cell -> result of `compute` for the content of the cell's plan.json. Cells are left out if
-    their plan is missing or damaged."""
-    results = {}
-    for cell, document in _read_documents(cells, "plan", reader).items():
-        try:
-            results[cell] = compute(document)
-        except (AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError):
-            reader.record_gap("plan.json is damaged", str(cells.loc[cell, "plan_folder"]))
-    return results
-
-
-def _removed(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of `removed_shares` for one plan: the content of plan.json."""
-    shares = np.concatenate([_layer_shares(layer) for layer in plan["layers"].values()])
-    return {"removed": 1 - float(shares.mean()), "plan": json.dumps(plan["layers"])}
 
 
 def _layer_shares(layer: Mapping[str, Any]) -> np.ndarray:

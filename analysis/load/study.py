@@ -192,10 +192,6 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
         [{"source": OWN, **entry["cell"]} for entry in entries.values()], columns=list(AXES)
     ).rename_axis("cell")
     cells["allocation"] = [allocation_text(entry["cell"]) for entry in entries.values()]
-    has_all_axes = cells.notna().all(axis=1)
-    for criterion in cells.loc[~has_all_axes, "criterion"]:
-        reader.record_gap("the record lacks an axis of it: left out", str(criterion))
-    cells = cells[has_all_axes].copy()
     cells["method"] = _method_keys(cells)
     label_of_cell = labels(cells)
     is_repeated = cells.duplicated(list(AXES))
@@ -265,20 +261,18 @@ def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
     return cells.assign(**columns)
 
 
-def allocation_text(cell: Mapping[str, Any]) -> str | None:
-    """Text of a cell's allocation: `uniform, replacement=mean_output`. None if the cell has no
-    allocation.
+def allocation_text(cell: Mapping[str, Any]) -> str:
+    """Text of a cell's allocation: `uniform, replacement=mean_output`.
 
     cell: axes and settings of a cell, as in the record.
     """
     replacement = cell.get("replacement", "none")
     protect = cell.get("protect")
-    settings = [
+    return names.comma_joined(
+        cell["allocation"],
         f"replacement={replacement}" if replacement != "none" else "",
         f"protect={protect}" if protect else "",
-    ]
-    name = cell.get("allocation")
-    return names.comma_joined(name, *settings) if name else None
+    )
 
 
 def _method_keys(cells: pd.DataFrame) -> list[str]:

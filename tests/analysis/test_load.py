@@ -168,7 +168,7 @@ def test_damaged_plan_cost_and_search_are_left_out_and_gaps(tmp_path: Path) -> N
     )
     damaged = load(store, "made_up")
     folders = damaged.cells["plan_folder"].tolist()
-    (store / folders[2] / "plan.json").write_text('{"layers": {"0": {}}}')
+    (store / folders[2] / "plan.json").write_text("{")
     (store / folders[3] / "search.json").unlink()
     (store / damaged.cells["cost_folder"].iloc[4] / "cost.json").write_text("[]")
     assert set(damaged.retained["cell"]) == {1, 3, 4}
