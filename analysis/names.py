@@ -207,8 +207,6 @@ _NAME_AND_SETTINGS = re.compile(
 )
 _REPLACEMENT = re.compile(r", replacement=([^,]+)")
 _TOP_K_MODEL = re.compile(r"(?P<trained>.+)_top(?P<top_k>\d+)")
-_CAPITALISED_SETS = ("code", "math", "general", "stories")
-"""Calibration sets with a capitalised display name, without the prefix pocket_ of shipped sets."""
 
 
 def criterion(name: str) -> str:
@@ -329,8 +327,9 @@ def calibration(name: str) -> str:
         return "no data"
     if JOINT in name:
         return f" {JOINT} ".join(map(calibration, name.split(JOINT)))
-    short_name = name.removeprefix("pocket_")
-    return short_name.capitalize() if short_name in _CAPITALISED_SETS else name
+    if name.startswith("pocket_"):
+        return capitalised(name.removeprefix("pocket_").replace("_", " "))
+    return name
 
 
 def domain(calibration_set: str) -> str | None:
