@@ -14,13 +14,12 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import records
+from moe_lab.analysis.load.settings import removed_share_texts
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import score_setup
 from moe_lab.analysis.published.numbers import (
     EVALUATION_SETTINGS,
     INCOMPARABLE,
-    MEMORY_AFTER,
-    MEMORY_BEFORE,
     TABLES,
     Evaluation,
     Key,
@@ -40,9 +39,6 @@ from moe_lab.analysis.stats.comparison import NORMAL_QUANTILE, Comparison, Targe
 
 Number = tuple[float, float, float]
 """A value, and the lower and upper end of its interval."""
-MEMORY_TOLERANCE = 0.01
-"""Largest difference in GiB between a computed and a published size that agree."""
-_GIB = 2**30
 
 
 class Facts:
@@ -51,7 +47,10 @@ class Facts:
 
     def __init__(self, study: Study) -> None:
         self.study = study
-        self.cells = dict(zip(study.cells.index.astype(int), records(study.cells), strict=True))
+        # the gate is part of the text if cells have several
+        texts = removed_share_texts(study.cells.drop(columns="seed"))
+        rows = records(study.cells.assign(removed_text=texts))
+        self.cells = dict(zip(study.cells.index.astype(int), rows, strict=True))
         """Cell -> row of `Study.cells`."""
         self._results = {
             (int(row["cell"]), str(row["benchmark"])): row for row in records(study.results)
@@ -194,42 +193,6 @@ def _caveats_on_missing(comparison: Comparison, target: Target) -> list[str]:
     return [f"measured without {listed}"] if missing else []
 
 
-def _memory_pairs(study: Study, table: str) -> Pairs:
-    """Yield pairs of a published and a computed loading memory in GiB."""
-    published = [
-        number
-        for row in counterparts(table).values()
-        for number in row
-        if number.benchmark in (MEMORY_BEFORE, MEMORY_AFTER)
-    ]
-    if not published:
-        return
-    for memory in records(study.memory):
-        axes = (published_name("model", memory["model"]), memory["ratio"], memory["allocation"])
-        # the memory of a model depends on neither criterion nor calibration set
-        cell = {**memory, "criterion": "none", "calibration": "none", "method": "any"}
-        for number in published:
-            model, ratio, _, allocation, *_ = number.key
-            if axes == (model, ratio, allocation):
-                column = "bytes" if number.benchmark == MEMORY_BEFORE else "bytes_after"
-                value = memory[column] / _GIB
-                low = value - MEMORY_TOLERANCE
-                high = value + MEMORY_TOLERANCE
-                yield number, MeasuredNumber(value, low, high, cell, tokens=None)
-
-
-QUANTITY_NAMES = {
-    MEMORY_BEFORE: "Memory before, GiB",
-    MEMORY_AFTER: "Memory after, GiB",
-    "Code": "Code Avg",
-    "Math": "Math Avg",
-}
-"""Published quantity that is no benchmark -> its display name."""
-_OPTIONAL_COLUMNS = {"recovery": "Recovery", "gate": "Gate"}
-"""Axis -> its column. A table has such a column only when the study's pruned cells differ in the
-axis."""
-
-
 _facts = lru_cache(maxsize=2)(Facts)
 """Two, because a printed row can be that of a joint cell of `Results.by_domain`."""
 
@@ -308,27 +271,20 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     """
     study = facts.study
     pairs = [pair for comparison in comparisons for pair in _score_pairs(facts, comparison, name)]
-    pairs += _memory_pairs(study, name)
     rows = [_row(number, measured) for number, measured in pairs]
     verdicts = [row["Verdict"] for row in rows]
     counts = [f"{tally(verdicts)}."] if rows else []
     return Table(
         title=f"Measured and published: {name}",
         caption="Agrees: the printed number, within its rounding, is in the 95 % interval of the "
-        f"measured one. Intervals are over items; sizes in GiB may differ by {MEMORY_TOLERANCE}. "
+        f"measured one. Intervals are over items. "
         f"Deviation: measured minus printed, where the two are comparable. {score_setup(study)}",
-        frame=pd.DataFrame(rows).drop(columns=_constant_columns(study), errors="ignore"),
+        frame=pd.DataFrame(rows),
         formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
         low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
         high=pd.DataFrame({"Measured": [measured.high for _, measured in pairs]}, dtype=float),
         footnotes=counts,
     )
-
-
-def _constant_columns(study: Study) -> list[str]:
-    """Those of _OPTIONAL_COLUMNS that a `published_table` of this study lacks."""
-    pruned = study.pruned_cells
-    return [label for axis, label in _OPTIONAL_COLUMNS.items() if pruned[axis].nunique() < 2]
 
 
 def _row(number: PublishedNumber, measured: MeasuredNumber) -> dict[str, Any]:
@@ -341,8 +297,7 @@ def _row(number: PublishedNumber, measured: MeasuredNumber) -> dict[str, Any]:
         "Pruned": cell["removed_text"],
         "Calibration": names.calibration(str(cell["calibration"])),
         "Criterion": names.method(str(cell["method"])),
-        **{label: str(cell.get(axis, "any")) for axis, label in _OPTIONAL_COLUMNS.items()},
-        "Benchmark": QUANTITY_NAMES.get(number.benchmark, names.benchmark(number.benchmark)),
+        "Benchmark": names.benchmark(number.benchmark),
         "Source": f"{number.paper}, {number.table}",
         "Measured": measured.value,
         "Published": number.value,

@@ -23,8 +23,6 @@ WILDCARD = "*"
 """Value in protocols.csv and splits.csv that matches every table, model or criterion."""
 AVERAGE = "Avg"
 RANK = "Avg Rank"
-MEMORY_BEFORE = "loading_memory_before_gb"
-MEMORY_AFTER = "loading_memory_after_gb"
 SCORES = (*names.BENCHMARKS, *names.COLUMNS)
 """Benchmarks and displayed columns whose scores an AVERAGE may include."""
 PERPLEXITIES = ("wikitext2",)

@@ -88,9 +88,7 @@ def study_of(
         folder=results["benchmark"], expected=results["n"], scale="score", unit=""
     )
     study.calibrations = {f"c4@{model}": {"rows": 128, "length": 4096}}
-    study.searches, study.retained, study.memory = (
-        pd.DataFrame(columns=[column]) for column in ("generations", "cell", "model")
-    )
+    study.searches = pd.DataFrame(columns=["generations"])
     settings = {"shots": 0, "max_new_tokens": 2048}
     protocols = {
         name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **settings}
