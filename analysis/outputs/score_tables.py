@@ -45,8 +45,6 @@ from moe_lab.analysis.stats.comparison import Comparison
 
 EQUAL_COLUMNS = ["ratio", "calibration", "gate"]
 """Cells with equal values in these columns are compared across allocations or channel scores."""
-NO_RECOVERY = "16 bits"
-"""Label of models that were neither quantised nor fine-tuned."""
 PUBLISHED_BLOCKS = "coverage aligned 128"
 """The allocation with the published block size and smallest expert, the reference of
 differences."""
@@ -314,8 +312,9 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
     "coverage.table11",
     "Pruning and recovery together",
     (*names.ABLATION, MEAN),
-    "Rows name how pruned models were quantised or tuned. Difference: Mean minus that of 16 bits "
-    "at the same ratio, paired. Storage: weights on disk, with the scales of quantised ones.",
+    "Rows name how pruned models were quantised or tuned. Difference: Mean minus that of the same "
+    "method without recovery, in 16 bits, paired. Storage: weights on disk, with the scales of "
+    "quantised ones.",
     costs=STORAGE_COSTS,
     drawn=(STORAGE,),
     chapter="recovery",
@@ -326,22 +325,11 @@ def calibration_table(results: Results, comparison: Comparison) -> Iterator[Bloc
 def recovery_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 11 and Fig. 8: every ratio with every recovery."""
     cells = sort_cells(comparison.pruned_cells, "ratio", "recovery")
-    cells["label"] = cells["recovery"].map(names.recovery_name).replace("", NO_RECOVERY)
-    sweeps = [
-        sweep
-        for _, sweep in groups(cells, ["criterion", "allocation", "calibration", "gate"])
-        if sweep["recovery"].nunique() > 1
-    ]
-    for sweep in sweeps:
-        if len(sweeps) > 1:
-            sweep["label"] = sweep["method"].map(_method_without_recovery) + ", " + sweep["label"]
-        for _, rows in groups(sweep, ["ratio"]):
-            yield Block(comparison, rows["label"], only_cell(rows[rows["recovery"] == "none"]))
-
-
-def _method_without_recovery(method: str) -> str:
-    criterion, allocation, _ = names.method_parts(method)
-    return names.method(names.method_key(criterion, allocation))
+    for _, sweep in groups(cells, ["criterion", "allocation", "calibration", "gate"]):
+        if sweep["recovery"].nunique() > 1:
+            for _, rows in groups(sweep, ["ratio"]):
+                base = only_cell(rows[rows["recovery"] == "none"])
+                yield Block(comparison, rows["method"].map(names.method), base)
 
 
 _RECOVERY_CAPTION = "Storage: weights on disk, with the scales of quantised ones."
