@@ -28,7 +28,6 @@ from moe_lab.analysis.published.numbers import (
     averaged_benchmarks,
     counterparts,
     published_name,
-    reasons,
     split,
     tally,
     verdict,
@@ -237,30 +236,19 @@ def validation_table(results: Results) -> Table:
             printed_variance = number.value * (1 - number.value) / int(items)
             measured_error = (measured.high - measured.low) / (2 * NORMAL_QUANTILE)
             tolerance = 2 * math.hypot(measured_error, math.sqrt(printed_variance)) + POINT
-            difference = measured.value - number.value
-            obstacles = "; ".join(reasons(number, measured))
-            within = "within" if abs(difference) <= tolerance else "outside"
-            rows.append(
-                {
-                    "Model": measured.cell["model"],
-                    "Criterion": names.method(str(measured.cell["method"])),
-                    "Benchmark": names.benchmark(number.benchmark),
-                    "Measured": measured.value,
-                    "Published": number.value,
-                    "Difference": difference,
-                    "Tolerance": tolerance,
-                    "Verdict": INCOMPARABLE + obstacles if obstacles else within,
-                }
-            )
+            row = _row(number, measured)
+            if not math.isnan(row["Deviation"]):
+                row["Verdict"] = "within" if abs(row["Deviation"]) <= tolerance else "outside"
+            rows.append({**row, "Tolerance": tolerance})
     return Table(
         title="Validation on published weights",
         caption="Tolerance: two joint standard errors and one point.",
         frame=pd.DataFrame(rows),
-        formats={
-            **dict.fromkeys(("Measured", "Published", "Tolerance"), SCORE),
-            "Difference": "{:+.3f}",
-        },
+        formats={**_FORMATS, "Tolerance": SCORE},
     )
+
+
+_FORMATS = {"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"}
 
 
 def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) -> Table:
@@ -280,7 +268,7 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
         f"measured one. Intervals are over items. "
         f"Deviation: measured minus printed, where the two are comparable. {score_setup(study)}",
         frame=pd.DataFrame(rows),
-        formats={"Measured": SCORE, "Published": SCORE, "Deviation": "{:+.3f}"},
+        formats=_FORMATS,
         low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
         high=pd.DataFrame({"Measured": [measured.high for _, measured in pairs]}, dtype=float),
         footnotes=counts,
