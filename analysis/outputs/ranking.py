@@ -301,7 +301,7 @@ def winner_figure(wins: pd.DataFrame, title: str) -> Figure:
     }
     rows = display_frame(wins, columns).assign(
         panel=wins["model"] + ", " + wins["pruned"] + " pruned",
-        winner=list(map(_text, wins["winners"], wins["score"])),
+        winner=list(map(label, wins["winners"], wins["score"])),
         verdict=[verdict(win) for win in records(wins)],
         colour=wins["winners"].map(lambda keys: charts.colour(keys[0]) if keys else None),
     )
@@ -334,10 +334,3 @@ def winner_figure(wins: pd.DataFrame, title: str) -> Figure:
 
 SQUARE = (90, 24)
 """Width and height of a square of the map, in pixels."""
-
-
-def _text(winners: Sequence[str], score: float) -> str:
-    """Text of a square: the winner, or two that are tied, or the number of those tied."""
-    if len(winners) > 2 and score != 0:
-        return f"{len(winners)} tied"
-    return label(winners, score)

@@ -131,12 +131,15 @@ def _p_of_winner(comparison: Comparison, column: str, cells: Sequence[int]) -> f
 
 
 def label(winners: Sequence[str], score: float) -> str:
-    """Text of one cell of the map: names of the methods on the first place, `all 0` if several
-    methods share the first place with a score of 0, or `gap` if no method has a score."""
+    """Text of one cell of the map: the method on the first place, both of two that are tied, or the
+    number of those tied; `all 0` if several methods share the first place with a score of 0, or
+    `gap` if no method has a score."""
     if not winners:
         return "gap"
     if len(winners) > 1 and score == 0:
         return "all 0"
+    if len(winners) > 2:
+        return f"{len(winners)} tied"
     return " = ".join(names.method(name) for name in winners)
 
 
