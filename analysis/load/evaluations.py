@@ -13,17 +13,15 @@ import pyarrow as pa
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.items import with_own_names
-from moe_lab.analysis.load.reader import Reader, groups, records, steps_with_inputs
+from moe_lab.analysis.load.reader import Reader, records, steps_with_inputs
 from moe_lab.result_files import SCHEMA as RESULT_SCHEMA
-from moe_lab.result_files import SHAREABLE, STEPS, TextMeasures
+from moe_lab.result_files import SHAREABLE, STEPS, Result, TextMeasures
 
 _SAMPLES = ("benchmark", "item", "outcome")
 """Columns that every samples.parquet has."""
 _OPTIONAL = ("replicate", "answer_loss", "units", *TextMeasures.__annotations__)
 """Columns of samples.parquet that are missing or empty for some benchmarks: those without reference
 answers, with items of equal weights, or without generated texts."""
-_RESULT = ("benchmark", "metric", "score", "scale", "unit", "stderr", "n", "expected")
-"""Fields of a result in result.json."""
 _NUMBERS = ["score", "stderr", "n", "expected"]
 _OTHER_STEPS = ("cost", "profile")
 """Steps of a cell, besides its evaluations, whose errors are recorded."""
@@ -66,10 +64,10 @@ def evaluations(
             result = reader.json(folder, "result.json")
             if folder is None or result is None:
                 continue
-            if int(result.get("schema", RESULT_SCHEMA)) > RESULT_SCHEMA:
+            if result["schema"] > RESULT_SCHEMA:
                 reader.record_gap("written by a newer moe_lab: upgrade to read it", step_name)
                 continue
-            is_shareable = (result.get("protocol") or {}).get(SHAREABLE, True)
+            is_shareable = result["protocol"].get(SHAREABLE, True)
             of_step = {"cell": cell, "task": task, "folder": step_name, SHAREABLE: is_shareable}
             rows += [{**of_step, **row} for row in result["results"]]
             if step_name not in origins:  # several cells can share an evaluation
@@ -79,9 +77,9 @@ def evaluations(
                 sample_tables.append(
                     table.append_column("cell", pa.array(np.full(len(table), cell, np.int64)))
                 )
-    results = pd.DataFrame(rows, columns=["cell", "task", *_RESULT, "folder", SHAREABLE])
+    columns = ["cell", "task", *Result.__annotations__, "folder", SHAREABLE]
+    results = pd.DataFrame(rows, columns=columns)
     results[_NUMBERS] = results[_NUMBERS].apply(pd.to_numeric, errors="coerce")
-    _record_missing_benchmarks(results, labels, reader)
     # float, because an empty column has no type
     is_infinite = ~np.isfinite(results["score"].to_numpy(float))
     results = _drop(results, is_infinite, "has no finite score", reader)
@@ -117,25 +115,23 @@ def _origin(
     result: content of its result.json.
     provenance: how the step was computed, from its step.json.
     """
-    versions = provenance.get("versions") or {}
-    code = provenance.get("code") or {}
-    protocol = result.get("protocol") or {}
+    versions = provenance.get("versions", {})
+    code = provenance.get("code", {})
+    protocol = result["protocol"]
     commit = code.get("commit")
     # "edits" is a checksum of the changes to the code that were not committed
     if commit and code.get("edits"):
-        commit = f"{commit} (edits {str(code['edits'])[:7]})"
+        commit = f"{commit} (edits {code['edits'][:7]})"
     return {
         "folder": folder,
         "seconds": provenance.get("seconds"),
         **{key: provenance.get(key) for key in ("host", "machine", "python")},
         "moe_lab": code.get("version"),
-        "commit": commit or None,
+        "commit": commit,
         "sandbox": protocol.get("sandbox"),
         # numbers of items without an answer
         **{key: len(protocol.get(key) or ()) for key in _UNANSWERED},
-        "versions": {
-            str(library): str(version) for library, version in versions.items() if version
-        },
+        "versions": {library: version for library, version in versions.items() if version},
     }
 
 
@@ -151,20 +147,6 @@ def _record_missing_tasks(entries: Entries, labels: Mapping[int, str], reader: R
                 "study",
                 label,
             )
-
-
-def _record_missing_benchmarks(
-    results: pd.DataFrame, labels: Mapping[int, str], reader: Reader
-) -> None:
-    """Record a gap for each benchmark that a cell lacks, while another cell has it from the same
-    task."""
-    for key, task_results in groups(results, ["task"]):
-        benchmarks = set(task_results["benchmark"])
-        for cell, found in groups(task_results, ["cell"]):
-            for benchmark in sorted(benchmarks - set(found["benchmark"])):
-                reader.record_gap(
-                    f"{benchmark} is not among the results of {key['task']}", labels[cell["cell"]]
-                )
 
 
 def _drop(
@@ -318,10 +300,10 @@ def versions_of_libraries(
     steps = [*origins["folder"], *pd.Series(folders).dropna()]
     versions_of_step = list(origins["versions"])
     for folder in steps_with_inputs(steps, reader).values():
-        versions_of_step.append(reader.provenance(folder).get("versions") or {})
+        versions_of_step.append(reader.provenance(folder).get("versions", {}))
     versions_of_library: dict[str, set[str]] = {}
     for versions in versions_of_step:
         for library, version in versions.items():
             if version:
-                versions_of_library.setdefault(library, set()).add(str(version))
+                versions_of_library.setdefault(library, set()).add(version)
     return {library: sorted(versions) for library, versions in sorted(versions_of_library.items())}
