@@ -377,12 +377,19 @@ class Comparison:
         return weights
 
     @cached_property
+    def pruned_groups(self) -> list[tuple[float, str, pd.DataFrame]]:
+        """(ratio, gate, pruned cells) in ascending order. The column "removed_text" of the cells
+        has the gate, too, if the model's cells have several."""
+        cells = self.pruned_cells
+        cells = cells.assign(removed_text=settings.removed_share_texts(cells))
+        cells = cells.sort_values(["ratio", "gate"], kind="stable")
+        return [(key["ratio"], key["gate"], rows) for key, rows in groups(cells, ["ratio", "gate"])]
+
+    @cached_property
     def panels(self) -> list[Panel]:
         """Panels of this model's pruned cells, ordered by ratio, gate and calibration set."""
         panels = []
-        pruned_texts = settings.removed_share_texts(self.pruned_cells)
-        cells_by_setting = self.pruned_cells.sort_values(["ratio", "gate"], kind="stable")
-        for key, cells in groups(cells_by_setting, ["ratio", "gate"]):
+        for ratio, gate, cells in self.pruned_groups:
             calibrations = names.calibrations_in_order(set(cells["calibration"]) - {"none"})
             for calibration in calibrations or ["none"]:
                 # methods with calibration "none" are in all panels
@@ -393,11 +400,12 @@ class Comparison:
                 methods = names.methods_in_order(cell_of_method)
                 panel = Panel(
                     self.model,
-                    calibration=calibration,
+                    ratio,
+                    gate,
+                    calibration,
                     cells={method: cell_of_method[method] for method in methods},
                     columns=self.evaluated_columns(panel_cells.index) or tuple(self.benchmarks_of),
-                    pruned_text=pruned_texts[cells.index[0]],
-                    **key,
+                    pruned_text=cells["removed_text"].iloc[0],
                 )
                 panels.append(panel)
         return panels

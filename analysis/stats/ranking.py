@@ -16,8 +16,7 @@ import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
-from moe_lab.analysis.load import settings
-from moe_lab.analysis.load.reader import groups, records
+from moe_lab.analysis.load.reader import records
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.chance import Chance, chance_by_model
 from moe_lab.analysis.stats.comparison import (
@@ -126,17 +125,11 @@ def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
 def _groups(comparison: Comparison) -> Iterator[_Group]:
     """Yield a group for each ratio above 0 and gate at which at least one pruned cell has a
     score."""
-    pruned_cells = comparison.pruned_cells
-    pruned_cells = pruned_cells[pruned_cells["ratio"] > 0]
-    pruned_texts = settings.removed_share_texts(pruned_cells)
-    pruned_cells = pruned_cells.sort_values(["ratio", "gate"], kind="stable")
-    for request, cells in groups(pruned_cells, ["ratio", "gate"]):
+    for ratio, gate, cells in comparison.pruned_groups:
         target = overall_columns(comparison, list(cells.index))
-        if target and comparison.score(target)[cells.index].notna().any():
-            pruned_text = pruned_texts[cells.index[0]]
-            yield _Group(
-                comparison, (request["ratio"], request["gate"]), cells, pruned_text, target
-            )
+        if ratio > 0 and target and comparison.score(target)[cells.index].notna().any():
+            pruned_text = cells["removed_text"].iloc[0]
+            yield _Group(comparison, (ratio, gate), cells, pruned_text, target)
 
 
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
@@ -389,11 +382,6 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         return ""
     quantity = ranking.quantity
     limit = chance.mean + quantity.sign * chance.margin(ranking.plans_tested)
-    counts = [
-        f"{count} {status}"
-        for status, count in rows["chance"].value_counts().items()
-        if status != WITHIN_CHANCE
-    ]
     pooling = (
         f"pooled over {names.count(chance.models, 'model')}"
         if chance.models > 1
@@ -403,12 +391,10 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
         pooling += ", as spreads differ between models"
     loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
     sentence = (
-        f"Of {names.count(len(rows), 'plan')}, "
-        f"{names.enumeration(counts) or f'none {ABOVE_CHANCE}'} "
-        f"({'below' if quantity.lower_is_better else 'above'} {quantity.to_displayed(limit):.3f}; "
+        f"Limit of chance {quantity.to_displayed(limit):.3f}, from "
         f"{names.count(chance.plans, 'random plan')} with mean "
         f"{quantity.to_displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
-        f"{chance.spread:.3f} {pooling})."
+        f"{chance.spread:.3f} {pooling}."
     )
     best_score = float(quantity.to_computed(rows["score"].iloc[0]))  # rows are sorted, best first
     if (rows["chance"] == ABOVE_CHANCE).any() or quantity.sign * (best_score - chance.mean) <= 0:
