@@ -162,23 +162,20 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
 
     contaminations: see `Study.contaminations`.
     """
-    # calibration set -> phrases of its sentence, as keys: several models can give the same phrase
-    phrases_of_set: dict[str, dict[str, None]] = {}
+    sentences = []
     for calibration_at_model, counts_of_benchmark in contaminations.items():
-        for benchmark, counts in counts_of_benchmark.items():
-            if counts["found"] > REMARKABLE * counts["comparable"]:
-                phrase = (
-                    f"{counts['found']} of {counts['comparable']} items of "
-                    f"{names.benchmark(benchmark)}"
-                )
-                phrases_of_set.setdefault(calibration_at_model.partition("@")[0], {})[phrase] = None
-    return [
-        (
-            f"Calibration set {calibration} contains 13 consecutive words of "
-            f"{names.enumeration(phrases)}: these scores may be too good."
-        )
-        for calibration, phrases in phrases_of_set.items()
-    ]
+        calibration, _, _ = calibration_at_model.partition("@")
+        phrases = [
+            f"{counts['found']} of {counts['comparable']} items of {names.benchmark(benchmark)}"
+            for benchmark, counts in counts_of_benchmark.items()
+            if counts["found"] > REMARKABLE * counts["comparable"]
+        ]
+        if phrases:
+            sentences.append(
+                f"Calibration set {calibration} contains 13 consecutive words of "
+                f"{names.enumeration(phrases)}: these scores may be too good."
+            )
+    return list(dict.fromkeys(sentences))  # several models can give the same sentence
 
 
 def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, Entries]:

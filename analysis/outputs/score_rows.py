@@ -13,7 +13,7 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import settings
-from moe_lab.analysis.load.settings import gate_and_seed, removed_share_texts
+from moe_lab.analysis.load.settings import removed_share_texts
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import MEBIBYTE, score_setup
 from moe_lab.analysis.registry import Item, Results, output
@@ -248,10 +248,10 @@ def _rows(
     targets = column_targets(comparison, cells, columns)
     if not targets:
         return None
-    pruned_text, labels = _pruned_and_labels(block)
+    labels = block.labels
     if comparison.unpruned_cell is not None:
         labels = pd.concat([pd.Series({comparison.unpruned_cell: UNPRUNED}), labels])
-    text = {"Model": comparison.model, "Pruned": pruned_text, "Criterion": labels}
+    text = {"Model": comparison.model, "Pruned": _pruned_text(block), "Criterion": labels}
     numbers = scored_rows(comparison, pd.DataFrame(text), targets)
     if block.base is not None:
         base_of_cell = {cell: block.base for cell in cells if cell != block.base}
@@ -266,23 +266,16 @@ def _rows(
     return numbers
 
 
-def _pruned_and_labels(block: Block) -> tuple[str, pd.Series]:
-    """(text with the removed share of the block, cell -> label).
-
-    A gate and seed that all cells have in common are part of the text. Otherwise, they are added to
-    labels that several cells share. A calibration set that all cells have in common is part of the
-    text if the model's other cells have others."""
-    labels = block.labels
+def _pruned_text(block: Block) -> str:
+    """Text with the removed share of a block, and with a calibration set and a gate that its cells
+    have in common, if the model's other cells have others."""
     pruned = block.comparison.pruned_cells
-    cells = pruned.loc[labels.index]
+    cells = pruned.loc[block.labels.index]
     texts = [cells["removed_text"].iloc[0], block.detail]
-    if cells["calibration"].nunique() == 1 < pruned["calibration"].nunique():
-        texts.append(names.calibration(cells["calibration"].iloc[0]))
-    suffixes = gate_and_seed(block.comparison.cells)[labels.index]
-    if suffixes.nunique() == 1:
-        return names.comma_joined(*texts, suffixes.iloc[0]), labels
-    labels = labels.mask(labels.duplicated(keep=False), labels + ", " + suffixes)
-    return names.comma_joined(*texts), labels
+    for axis, display_name in (("calibration", names.calibration), ("gate", "gate {}".format)):
+        if cells[axis].nunique() == 1 < pruned[axis].nunique():
+            texts.append(display_name(cells[axis].iloc[0]))
+    return names.comma_joined(*texts)
 
 
 def criterion_colours(rows: pd.DataFrame) -> dict[str, Any]:

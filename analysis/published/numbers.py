@@ -85,16 +85,10 @@ def _read(name: str) -> tuple[dict[str, str], ...]:
         return tuple(csv.DictReader(lines))
 
 
-def _tables() -> dict[str, list[tuple[str, str]]]:
-    """The content of tables.csv, see TABLES."""
-    published = defaultdict(list)
-    for row in _read("tables"):
-        published[row["name"]].append((row["paper"], row["table"]))
-    return dict(published)
-
-
-TABLES = _tables()
+TABLES: dict[str, list[tuple[str, str]]] = {}
 """Name of a table here -> (paper, table) of every published table that corresponds to it."""
+for _row in _read("tables"):
+    TABLES.setdefault(_row["name"], []).append((_row["paper"], _row["table"]))
 PAPERS = tuple(dict.fromkeys(paper for tables in TABLES.values() for paper, _ in tables))
 """Names of the papers. A paper's name is the stem of its CSV file and the prefix of table names
 here; `coverage` is MoE-Slimming."""

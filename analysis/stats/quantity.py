@@ -99,14 +99,11 @@ def common_quantity(quantities: Iterable[Quantity]) -> Quantity:
     """Kind of a mean over numbers of several kinds.
 
     If all kinds are equal, the mean has this kind. If they differ, and less is better in all of
-    them, the mean is a loss with all their units. Otherwise it is a score.
+    them, the mean is a loss without a unit. Otherwise it is a score.
     """
-    distinct_quantities = list(dict.fromkeys(quantities))
+    distinct_quantities = set(quantities)
     if len(distinct_quantities) == 1:
-        return distinct_quantities[0]
-    if not distinct_quantities or not all(
-        quantity.lower_is_better for quantity in distinct_quantities
-    ):
-        return Quantity()
-    units = dict.fromkeys(quantity.unit for quantity in distinct_quantities if quantity.unit)
-    return Quantity("loss", " and ".join(units))
+        return distinct_quantities.pop()
+    if distinct_quantities and all(quantity.lower_is_better for quantity in distinct_quantities):
+        return Quantity("loss")
+    return Quantity()
