@@ -30,12 +30,26 @@ KEYS = list(KEY_TYPES)
 
 
 def shown_passes(cells: pd.DataFrame) -> pd.DataFrame:
-    """Select the calibration pass that tables and figures show for each model and calibration set:
-    that of the first cell.
+    """Select the calibration pass that tables and figures show for each model and calibration set.
 
     Returns one row of `cells` per model and calibration set; its column "statistics_folder" has the
-    folder of the pass."""
-    return cells[cells["statistics_folder"].notna()].drop_duplicates(PASS)
+    folder of the pass. The row is selected by `_shown`."""
+    return _shown(cells[cells["statistics_folder"].notna()], cells)
+
+
+def _shown(rows: pd.DataFrame, cells: pd.DataFrame) -> pd.DataFrame:
+    """Select one of `rows` for each model and calibration set: the first with the gate and seed of
+    the model's first pruned cell that uses a calibration pass, otherwise the first.
+
+    rows: a frame with the columns model, calibration, gate and seed.
+    """
+    axes = ["model", "gate", "seed"]
+    pruned = cells[(cells["criterion"] != "none") & cells["statistics_folder"].notna()]
+    shown = set(pruned.drop_duplicates("model")[axes].itertuples(index=False, name=None))
+    is_other = [key not in shown for key in rows[axes].itertuples(index=False, name=None)]
+    # False sorts before True
+    order = np.argsort(is_other, kind="stable")
+    return rows.iloc[order].drop_duplicates(PASS).sort_index()
 
 
 def folders_of_passes(cells: pd.DataFrame, reader: Reader) -> Folders:
@@ -44,17 +58,19 @@ def folders_of_passes(cells: pd.DataFrame, reader: Reader) -> Folders:
     return _folders(steps, "calibration on", reader)
 
 
-def folders_of_steps(steps: Sequence[Mapping[str, Any]], purpose: str, reader: Reader) -> Folders:
-    """The folder of the first step for each model and calibration set. A gap is recorded for a step
-    that was not computed.
+def folders_of_steps(
+    steps: Sequence[Mapping[str, Any]], purpose: str, cells: pd.DataFrame, reader: Reader
+) -> Folders:
+    """The folder of one step for each model and calibration set, selected by `_shown`. A gap is
+    recorded for a step that was not computed.
 
-    steps: dictionaries with the fields model, calibration and step (name of the step, None if it
-    was not computed).
+    steps: dictionaries with the fields model, calibration, gate, seed and step (name of the step,
+    None if it was not computed).
     purpose: what the steps are for, such as `family of`.
     """
     # object, because None would become NaN in a column of strings
-    rows = pd.DataFrame(steps, columns=[*PASS, "step"], dtype=object)
-    return _folders(rows.drop_duplicates(PASS), purpose, reader)
+    rows = pd.DataFrame(steps, columns=[*PASS, "gate", "seed", "step"], dtype=object)
+    return _folders(_shown(rows, cells), purpose, reader)
 
 
 def _folders(steps: pd.DataFrame, purpose: str, reader: Reader) -> Folders:

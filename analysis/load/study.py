@@ -128,7 +128,7 @@ def load(store: Path, name: str) -> Study:
     results, samples, origins = evaluations(entries, labels(cells), reader)
     pass_folders = passes.folders_of_passes(cells, reader)
     figures = {
-        figure: passes.folders_of_steps(document[figure], purpose, reader)
+        figure: passes.folders_of_steps(document[figure], purpose, cells, reader)
         for figure, purpose in PURPOSES.items()
     }
     contaminations = passes.documents(figures["contaminations"], CONTAMINATION, reader)
