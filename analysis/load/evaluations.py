@@ -17,11 +17,11 @@ from moe_lab.analysis.load.reader import Reader, records, steps_with_inputs
 from moe_lab.result_files import SCHEMA as RESULT_SCHEMA
 from moe_lab.result_files import SHAREABLE, STEPS, Result, TextMeasures
 
-_SAMPLES = ("benchmark", "item", "outcome")
-"""Columns that every samples.parquet has."""
 _OPTIONAL = ("replicate", "answer_loss", "units", *TextMeasures.__annotations__)
 """Columns of samples.parquet that are missing or empty for some benchmarks: those without reference
 answers, with items of equal weights, or without generated texts."""
+_SAMPLES = ("benchmark", "item", "outcome", *_OPTIONAL)
+"""Columns that are read of samples.parquet."""
 _NUMBERS = ["score", "stderr", "n", "expected"]
 _OTHER_STEPS = ("cost", "profile")
 """Steps of a cell, besides its evaluations, whose errors are recorded."""
@@ -72,7 +72,7 @@ def evaluations(
             rows += [{**of_step, **row} for row in result["results"]]
             if step_name not in origins:  # several cells can share an evaluation
                 origins[step_name] = _origin(step_name, result, reader.provenance(folder))
-            table = reader.table(folder, "samples.parquet", _SAMPLES, optional=_OPTIONAL)
+            table = reader.table(folder, "samples.parquet", _SAMPLES)
             if table is not None:
                 sample_tables.append(
                     table.append_column("cell", pa.array(np.full(len(table), cell, np.int64)))

@@ -43,7 +43,7 @@ def answers(
             continue
         is_shareable = row[SHAREABLE]
         shown = [name for name in columns if is_shareable or name not in TEXTS]
-        table = reader.table(folder, "samples.parquet", (), optional=shown)
+        table = reader.table(folder, "samples.parquet", shown)
         if table is None:
             continue
         samples.append(table.append_column("folder", pa.array([row["folder"]] * len(table))))

@@ -131,29 +131,19 @@ class Reader:
             self._add_gap(f"{STEP} is damaged", folder)
             return {}
 
-    def table(
-        self, folder: Path, file: str, columns: Sequence[str], optional: Sequence[str] = ()
-    ) -> pa.Table | None:
-        """Read `columns` of a Parquet file, and the `optional` columns if the file has them; None,
-        with a gap, when the file cannot be read or lacks one of `columns`."""
+    def table(self, folder: Path, file: str, columns: Sequence[str]) -> pa.Table | None:
+        """Read those of `columns` that a Parquet file has; None, with a gap, when the file cannot be
+        read."""
         content = self.content(folder, file)
         if content is None:
             return None
         try:
             with pq.ParquetFile(pa.BufferReader(content)) as parquet_file:
-                names = parquet_file.schema_arrow.names
-                present_columns = [name for name in optional if name in names]
-                table = parquet_file.read(columns=[*columns, *present_columns], use_threads=False)
-        except (OSError, ValueError, KeyError, pa.ArrowException):
+                # `read` leaves out columns that the file lacks
+                return parquet_file.read(columns=list(columns), use_threads=False)
+        except (OSError, ValueError, pa.ArrowException):
             self._add_gap(f"{file} is damaged", folder)
             return None
-        # `read` ignores the names of columns that the file lacks
-        if table.column_names != [*columns, *present_columns]:
-            self._add_gap(
-                f"{file} lacks columns {sorted(set(columns) - set(table.column_names))}", folder
-            )
-            return None
-        return table
 
     def frame(self, folder: Path | None, file: str, columns: Sequence[str]) -> pd.DataFrame | None:
         """Read columns of a Parquet file; None, with a gap, when the file cannot be read."""

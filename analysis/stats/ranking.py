@@ -8,7 +8,7 @@ its plan says nothing about plans of other seeds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -408,7 +408,7 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     return f"{sentence} With {plans_text} like these, the first one would be above chance."
 
 
-def scored_plans(rankings: Iterable[Ranking], comparisons: Iterable[Comparison]) -> pd.DataFrame:
+def scored_plans(rankings: Sequence[Ranking], comparisons: Sequence[Comparison]) -> pd.DataFrame:
     """The scores of all plans that are ranked, a row per plan and metric. Metrics are the AVERAGE
     and the displayed columns; columns of the result:
 
@@ -419,11 +419,11 @@ def scored_plans(rankings: Iterable[Ranking], comparisons: Iterable[Comparison])
     - status: see `Ranking.rows`; is_open: whether the plan is neither above chance nor among the
       best methods; panel: title of the ranking; method: the method's key
     """
-    comparison_of_model = {comparison.model: comparison for comparison in comparisons}
     frames = [
-        _scored_plans(ranking, comparison_of_model[ranking.model])
+        _scored_plans(ranking, comparison)
         for ranking in rankings
-        if ranking.model in comparison_of_model
+        for comparison in comparisons
+        if comparison.model == ranking.model
     ]
     return pd.concat(frames, ignore_index=True)
 
