@@ -132,8 +132,8 @@ class Reader:
             return {}
 
     def table(self, folder: Path, file: str, columns: Sequence[str]) -> pa.Table | None:
-        """Read those of `columns` that a Parquet file has; None, with a gap, when the file cannot be
-        read."""
+        """Read those of `columns` that a Parquet file has; None, with a gap, when the file cannot
+        be read."""
         content = self.content(folder, file)
         if content is None:
             return None

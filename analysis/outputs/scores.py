@@ -60,21 +60,19 @@ def rank_table(results: Results, criteria: Sequence[str] | None = None) -> Table
     averages = [*(name for name in mean_quantities(comparisons) if name in rows.frame), "Avg Rank"]
     other_columns = (*text_columns, *averages)
     score_columns = [str(column) for column in rows.frame if column not in other_columns]
-    proved = {
-        (win["model"], win["pruned"], names.calibration(win["calibration"]), win["column"]): (
-            names.method(win["winners"][0])
+    proved_wins = {
+        (
+            win["model"],
+            win["pruned"],
+            names.calibration(win["calibration"]),
+            names.method(win["winners"][0]),
+            win["column"],
         )
         for win in records(results.winners)
         if win["proved"]
     }
-    blocks = [tuple(block) for block in rows.frame[PANEL_COLUMNS].to_numpy()]
-    bold = {
-        column: [
-            proved.get((*block, column)) == method
-            for block, method in zip(blocks, rows.frame["Criterion"], strict=True)
-        ]
-        for column in score_columns
-    }
+    texts = [tuple(row) for row in rows.frame[text_columns].to_numpy()]
+    bold = {column: [(*text, column) in proved_wins for text in texts] for column in score_columns}
     return numbers_table(
         rows,
         {"Avg Rank": RANK},
