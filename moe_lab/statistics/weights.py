@@ -63,10 +63,10 @@ def _layers(source: Source) -> Iterator[tuple[int, list[Matrices]]]:
         with ExitStack() as files:
             slices = checkpoint.slices(expert_tensors, files)
             matrices = []
-            for name, (_, _, expert, axes) in expert_tensors.items():
-                assert axes is not None
+            for name, part in expert_tensors.items():
+                assert part.axes is not None
                 shape = checkpoint.tensors[name].shape
-                matrices.append(Matrices(name, axes, expert, shape, slices[name]))
+                matrices.append(Matrices(name, part.axes, part.expert, shape, slices[name]))
             yield layer, matrices
 
 
