@@ -19,6 +19,7 @@ from unittest.mock import patch
 from hydra import compose as hydra_compose
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -304,7 +305,7 @@ EXIT_CODES: list[int] = []
 """Exit codes of the studies that `run_jobs` has run in this command."""
 
 
-def run_jobs(hydra: DictConfig, jobs: Sequence[Sequence[str]], **options: bool) -> list[float]:
+def run_jobs(hydra: HydraConf, jobs: Sequence[Sequence[str]], **options: bool) -> list[float]:
     """Run jobs of Hydra as one study. Returns the value of the setting `objective` of each job,
     which a sweeper optimises. `hydra`: Hydra's own settings. `jobs`: the overrides of each job.
     `options`: those of `study.run.run`.

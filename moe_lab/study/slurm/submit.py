@@ -214,8 +214,8 @@ class Submission:
             with scheduler.submission_environment(options):
                 ids = self._submit_array(executor, self._functions(array))
         except (FailedJobError, FailedSubmissionError) as error:
-            options = job_options(array.resources["sbatch"], array.resources["gpus"] > 0)
-            requested = {**array.resources, **options, "sbatch": None}
+            sbatch_options = job_options(array.resources["sbatch"], array.resources["gpus"] > 0)
+            requested = {**array.resources, **sbatch_options, "sbatch": None}
             message = " ".join(str(error).split())
             request = " ".join(f"{key}={value}" for key, value in requested.items() if value)
             raise UserError(
