@@ -45,7 +45,8 @@ def pareto(results: Results, comparison: Comparison) -> Iterator[Block]:
     """All methods: accuracy against parameters, FLOPs and storage, with Pareto fronts."""
     labels = settings.method_labels(comparison.pruned_cells)
     if len(results.study.costs):
-        for _, cells in groups(sort_cells(comparison.pruned_cells, "ratio", "method"), ["ratio"]):
+        ordered = sort_cells(comparison.pruned_cells, "ratio", "gate", "method")
+        for _, cells in groups(ordered, ["ratio", "gate"]):
             yield Block(comparison, labels[cells.index])
 
 
