@@ -238,7 +238,11 @@ def recovered() -> Comparison:
     ]
     plans = [cell("reap", allocation, recovery=tuning) for allocation, tuning in methods]
     outcomes = [first_solved(count, 60) for count in (60, 20, 50, 30, 10)]
-    return comparison_of([UNPRUNED, *plans], {"gsm8k": outcomes})
+    comparison = comparison_of([UNPRUNED, *plans], {"gsm8k": outcomes})
+    # as in a study that was read, keys of methods have the recovery
+    keys = [names.method_key("reap", *method) for method in methods]
+    comparison.all_cells["method"] = ["none", *keys]
+    return comparison
 
 
 def storage_sizes(*sizes: int) -> list[dict[str, float]]:
