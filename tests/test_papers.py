@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy
+import pandas
 import pytest
 from studies import run_on_boolq
 
@@ -14,7 +15,7 @@ from moe_lab import criteria
 from moe_lab.allocation import coverage
 from moe_lab.allocation.shapes import smooth
 from moe_lab.errors import UserError
-from moe_lab.papers import super_experts
+from moe_lab.papers import easy_ep, super_experts
 from moe_lab.result_files import read_record
 
 
@@ -45,6 +46,16 @@ def test_camera_has_two_norms_as_in_its_text() -> None:
     scores = criteria.score("camera.paper", {0: layer}, facts, parameters={"alpha": 0.5})
     # (5 + .5 * 4) * sqrt(5) and (3 + .5 * 2) * 5
     assert scores[0] == pytest.approx(numpy.array([[7 * 5**0.5, 20.0]]), rel=1e-12)
+
+
+def test_easy_ep_averages_shares_of_layers_over_domains() -> None:
+    """EASY-EP's code for several domains divides scores by the sum of their layer."""
+    keys = {"layer": [0, 0, 1, 1], "expert": [0, 1, 0, 1]}
+    code = pandas.DataFrame({**keys, "score": [1.0, 3.0, 10.0, 10.0]})
+    maths = pandas.DataFrame({**keys, "score": [200.0, 200.0, 0.0, 5.0]})
+    mean = easy_ep.mean_over_domains([code, maths.sample(frac=1, random_state=0)])
+    expected = pandas.DataFrame({**keys, "score": [0.375, 0.625, 0.25, 0.75]})
+    pandas.testing.assert_frame_equal(mean, expected)
 
 
 def test_smoothings_of_moe_slimming() -> None:

@@ -264,7 +264,7 @@ def _check_replacement(settings: AllocationConfig, allocation: Allocation) -> No
             f"allocation.replacement={replacement}: the plan allocation.path={settings.path} "
             "is used as it is, expected none"
         )
-    if allocation.step != "plan":
+    if allocation.step not in ("plan", "sequential"):
         raise UserError(
             f"allocation.replacement={replacement} replaces the experts that scores drop, and "
             f"allocation={settings.name} runs the model without replacements to decide: expected "

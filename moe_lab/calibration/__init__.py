@@ -97,9 +97,9 @@ def part_bounds(settings: CalibrationConfig) -> list[tuple[int, int]]:
 
 
 def order_seed(settings: CalibrationConfig) -> int | None:
-    """The seed by which documents are shuffled, or rows are drawn; None for order=first. UserError
-    for another order without a seed."""
-    if settings.order == "first":
+    """The seed by which documents are shuffled, or rows are drawn; None for an order without
+    chance. UserError for another order without a seed."""
+    if settings.order in ("first", "longest"):
         return None
     if settings.seed is None:
         raise UserError(

@@ -94,11 +94,12 @@ PACKINGS: dict[str, Callable[..., Iterator[list[int]]]] = {
 def check_held_out(settings: CalibrationConfig, model: ModelConfig) -> None:
     """Raise UserError if a calibration set that is read by `model` reaches the half of its text
     from which `held_out_text` is taken. Only sets in local files, and models in local folders, are
-    checked, and that rows are not drawn from the whole text."""
-    if settings.order == "rows":
+    checked, and that rows are not taken from the whole text."""
+    if settings.order in ("rows", "longest"):
         raise UserError(
-            f"calibration.order=rows draws rows from the whole of {settings.name}, so that no half "
-            "is held out for a benchmark: expected calibration.order=first, or suite.path=FILE"
+            f"calibration.order={settings.order} takes rows from the whole of {settings.name}, so "
+            "that no half is held out for a benchmark: expected calibration.order=first, or "
+            "suite.path=FILE"
         )
     tokenizer = local_tokenizer(model)
     if tokenizer is None:
@@ -239,8 +240,9 @@ class PackedRows:
         """Rows of positions: as many as the settings require, or fewer if a set has too few
         documents.
 
-        Unless order=rows, a row is only packed when the loop below takes it. `_documents` chooses
-        the set of the next document by the counts that the loop has updated so far.
+        Unless the order is one of rows (rows or longest), a row is only packed when the loop below
+        takes it. `_documents` chooses the set of the next document by the counts that the loop has
+        updated so far.
         """
         packing = PACKINGS[self.settings.packing]
         # what `packing` writes into gaps and padding; None if rows have neither
@@ -249,6 +251,8 @@ class PackedRows:
         if self.settings.order == "rows":
             packed = list(all_rows)
             all_rows = iter(random.Random(order_seed(self.settings)).sample(packed, len(packed)))
+        elif self.settings.order == "longest":
+            all_rows = iter(sorted(all_rows, key=lambda row: row.count(GAP)))
         rows = []
         for row in islice(all_rows, self.settings.rows):
             rows.append(row)

@@ -226,9 +226,10 @@ class CalibrationConfig(Group):
     batch_tokens: Positive | None = None
     """Most tokens in one forward pass, which reads at least one row; null: 8192 on the CPU, 16384
     on GPUs. It changes speed and memory, and sums only by rounding."""
-    order: Literal["random", "first", "rows"] = "random"
-    """Which documents come first: random (without replacement, by seed), first (as in the file), or
-    rows (as in the file, and rows are drawn from all of the text without replacement, by seed)."""
+    order: Literal["random", "first", "rows", "longest"] = "random"
+    """Which documents come first: random (without replacement, by seed), first (as in the file),
+    rows (as in the file, and rows are drawn from all of the text without replacement, by seed), or
+    longest (as in the file, and the rows with the most tokens are taken)."""
     seed: Count | None = None
     """Seed of the document order; null takes the cell's seed."""
     gap: Literal["none", "eos", "zero"] = "none"

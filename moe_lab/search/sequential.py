@@ -1,26 +1,29 @@
 """Sequential pruning: each layer is scored on the output of the pruned layers below it, as in
-CAMERA-P's released code. One-shot criteria score on the activations of the unpruned model."""
+CAMERA-P's released code, or of the layers whose experts are merged already, as in REAM. One-shot
+criteria score on the activations of the unpruned model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_hook
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask_layers
 from moe_lab.pruning.plan import Plan
-from moe_lab.statistics import Layers
+from moe_lab.statistics import Layers, merge_passes
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.observe import Batch
+from moe_lab.statistics.observe import Batch, StatisticsHook
 from moe_lab.statistics.streaming import LayerPass
 
 Sums = Mapping[str, torch.Tensor]
-"""Forward statistics of one layer by name, fp64."""
+"""Sums of one layer by name, fp64, with the matching ORDER of the channels of merged experts."""
+ORDER = "order"
 
 
 def prune_sequentially(
@@ -28,15 +31,23 @@ def prune_sequentially(
     batches: Sequence[Batch],
     choose: Callable[[int, Sums], Plan],
     *,
+    hooks: Sequence[type[StatisticsHook]] = (ForwardHook,),
+    align: Literal["weights", "activations_and_weights"] | None = None,
     out: Path,
     provenance: Mapping[str, Any],
 ) -> Plan:
     """Plan all MoE layers from the first to the last, with one decoder layer in memory at a time.
 
     `choose(number, sums)` returns a plan of layer `number` alone, the same plan for the same sums.
-    `sums` are the forward statistics of this layer, collected when all earlier layers are pruned.
-    `out`: folder of checkpoints, from which an interrupted run resumes.
+    `sums` are what `hooks` collect in this layer when all earlier layers are pruned. `align`:
+    features by which the channels of merged experts are matched. `out`: folder of checkpoints, from
+    which an interrupted run resumes.
     """
+
+    def plan_of(number: int, sums: Sums) -> Plan:
+        plan = choose(number, sums)
+        return align_by_activations(plan, {number: sums}) if ORDER in sums else plan
+
     layer_pass = LayerPass(
         streamed,
         batches,
@@ -53,9 +64,16 @@ def prune_sequentially(
                 ExitStack() as masks,
             ):
                 if number in streamed.moe_layers:
-                    sums = layer_pass.run(number, ForwardHook, keep=False)
+                    layer = streamed.moe_layers[number]
+                    sums = merge_passes(layer_pass.run(number, hook, keep=False) for hook in hooks)
                     plan = choose(number, sums[number])
-                    masks.enter_context(mask_layers([streamed.moe_layers[number]], plan))
+                    if plan.merged_layers and align == "weights":
+                        order = align_by_weights(plan, [layer]).layers[number].alignment
+                        sums[number][ORDER] = torch.from_numpy(order)
+                    elif plan.merged_layers and align is not None:
+                        order = layer_pass.run(number, alignment_hook(plan), keep=False)
+                        sums = merge_passes([sums, order])
+                    masks.enter_context(mask_layers([layer], plan_of(number, sums[number])))
                 if number + 1 < len(streamed.layers):
                     # without a hook: computes the input of the next layer
                     layer_pass.run(number, None, keep=True)
@@ -63,5 +81,5 @@ def prune_sequentially(
     layers: dict[int, LayerPlan] = {}
     # a resumed pass has the sums of all layers, but not the plans that it made before
     for number, sums_of_layer in layer_pass.result().layers.items():
-        layers |= choose(number, sums_of_layer).layers
+        layers |= plan_of(number, sums_of_layer).layers
     return Plan(layers, dict(provenance))

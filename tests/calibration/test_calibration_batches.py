@@ -122,6 +122,19 @@ def test_rows_are_drawn_from_the_whole_stream(word_settings: Settings, tokenizer
         check_held_out(chosen, ModelConfig("m", "pocket:pocket_olmoe"))
 
 
+def test_the_longest_documents_are_read(source: Settings, tokenizer: Any) -> None:
+    """As EASY-EP (arXiv 2504.06792) chooses its demonstrations; ties stay in their order."""
+    texts = ["w1", "w2 w3 w4", "w5 w6", "w7 w8 w9", "w10 w11 w12 w13"]
+    chosen = source(
+        *({"text": text} for text in texts),
+        **{"order": "longest", "packing": "none", "length": 4, "tokens": 12, "seed": None},
+    )
+    words = [10, 11, 12, 13, 2, 3, 4, None, 7, 8, 9, None]  # None: padding
+    assert all_ids(chosen, tokenizer) == [0 if n is None else W + n for n in words]
+    with pytest.raises(UserError, match=r"calibration\.order=longest"):
+        check_held_out(chosen, ModelConfig("m", "pocket:pocket_olmoe"))
+
+
 PAIR = {"instruction": "w1", "output": "w2 w3"}
 
 

@@ -9,6 +9,7 @@ import copy
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ import torch
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from moe_lab import criteria
+from moe_lab.allocation.grouping import required_passes
 from moe_lab.calibration.batches import answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
 from moe_lab.models.streamed import StreamedModel
+from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_hook
 from moe_lab.pruning.layer_plan import LayerPlan
-from moe_lab.pruning.mask import mask
+from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.pruning.selection import plan_from_scores
@@ -36,8 +39,9 @@ from moe_lab.search.run import search
 from moe_lab.search.sequential import Sums, prune_sequentially
 from moe_lab.search.speculative_decoding import DraftingCandidates, accepted_and_proposed, prompts
 from moe_lab.statistics import observe
+from moe_lab.statistics.damage import SimilarityHook
 from moe_lab.statistics.forward import ForwardHook
-from moe_lab.statistics.observe import Batch, collect_statistics
+from moe_lab.statistics.observe import Batch, Observer, collect_statistics
 
 ARCHITECTURES = [
     "olmoe",
@@ -424,12 +428,17 @@ def test_killed_search_resumes_with_the_same_result(
 # ---- layer after layer
 
 
-def chooser(model: Any, name: str) -> Any:
+def chooser(model: Any, name: str, replacement: str = "none") -> Any:
     """(layer, its sums) -> the plan of that layer by a criterion; squared norms of the down columns
     are the model's."""
     granularity = criteria.get(name).granularity
-    allocation = "uniform" if granularity == "expert" else "layerwise"
-    settings = {"name": allocation, "ratio": 0.25, "multiple_of": 1, "parameters": {}}
+    settings = {
+        "name": "uniform" if granularity == "expert" else "layerwise",
+        "ratio": 0.25 if replacement == "none" else 0.5,
+        "multiple_of": 1,
+        "parameters": {},
+        "replacement": replacement,
+    }
     layers = {layer.index: layer for layer in moe_layers(model)}
 
     def choose(index: int, sums: Sums) -> Plan:
@@ -440,7 +449,8 @@ def chooser(model: Any, name: str) -> Any:
         }
         facts = {index: {**vars(layer), "width": layer.width}}
         scores = criteria.score(name, {index: sums}, facts)
-        return plan_from_scores(settings, scores, facts, {}, provenance={})
+        evidence = {need: {index: sums} for need in required_passes(replacement)}
+        return plan_from_scores(settings, scores, facts, evidence, provenance={})
 
     return choose
 
@@ -475,11 +485,11 @@ def one_after_the_other(model: Any, choose: Any, batches: list[Batch]) -> dict[i
     return plans
 
 
-def run_sequentially(name: str, choose: Any, folder: Path) -> Plan:
+def run_sequentially(name: str, choose: Any, folder: Path, **settings: Any) -> Plan:
     tiny.save(name, folder / "model")
     streamed = StreamedModel(folder / "model", dtype=torch.float32, device="cpu")
     return prune_sequentially(
-        streamed, tiny.batches(), choose, out=folder, provenance={"of": "a test"}
+        streamed, tiny.batches(), choose, out=folder, provenance={"of": "a test"}, **settings
     )
 
 
@@ -497,11 +507,73 @@ def test_sequential_search_scores_layers_on_pruned_inputs(
         assert result.layers[number].as_json() == plan.layers[number].as_json()
 
 
-def test_interrupted_sequential_search_resumes_at_its_last_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+MERGES = {
+    "mean_output": (None, [ForwardHook]),
+    "hc_smoe": (None, [ForwardHook, SimilarityHook]),
+    "m_smoe": ("weights", [ForwardHook, SimilarityHook]),
+    "ream": ("activations_and_weights", [ForwardHook, SimilarityHook]),
+}
+"""Replacement -> features by which channels are matched, and hooks whose sums it reads."""
+
+
+def sums_of(model: Any, number: int, hook: Any, plans: dict[int, LayerPlan]) -> Any:
+    """The sums of one layer of a model in which some layers are masked by plans."""
+    layers = moe_layers(model)
+    masked = [layer for layer in layers if layer.index in plans]
+    observed = [layer for layer in layers if layer.index == number]
+    with (
+        mask_layers(masked, Plan(plans)) if plans else nullcontext(),
+        Observer(model, hook, layers=observed) as observer,
+    ):
+        for ids, valid in tiny.batches():
+            observer.run_batch(ids, valid)
+        return observer.layers()[number]
+
+
+def merged_one_after_the_other(model: Any, choose: Any, replacement: str) -> Plan:
+    """The definition: each layer is scored, grouped and matched on the output of merged layers."""
+    align, hooks = MERGES[replacement]
+    plans: dict[int, LayerPlan] = {}
+    for layer in moe_layers(model):
+        number = layer.index
+        sums: dict[str, Any] = {}
+        for hook in hooks:
+            sums |= sums_of(model, number, hook, plans)
+        plan = choose(number, sums)
+        if align == "weights":
+            plan = align_by_weights(plan, [layer])
+        elif align is not None:
+            order = sums_of(model, number, alignment_hook(plan), plans)
+            plan = align_by_activations(plan, {number: order})
+        plans |= plan.layers
+    return Plan(plans, {"of": "a test"})
+
+
+@pytest.mark.parametrize("replacement", MERGES)
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v2"])
+def test_sequential_search_merges_experts_on_merged_inputs(
+    name: str, replacement: str, tmp_path: Path
 ) -> None:
-    choose = chooser(tiny.build("olmoe"), "camera")
-    expected = run_sequentially("olmoe", choose, tmp_path / "undisturbed")
+    """REAM (arXiv 2604.04356) merges a layer before it reads the next one."""
+    model = tiny.build(name)
+    choose = chooser(model, "reap", replacement)
+    align, hooks = MERGES[replacement]
+    expected = merged_one_after_the_other(model, choose, replacement)
+    result = run_sequentially(name, choose, tmp_path, hooks=hooks, align=align)
+    assert result == expected
+    ids, valid = tiny.batches()[0]
+    with mask(model, result):
+        model(ids, attention_mask=valid)
+
+
+@pytest.mark.parametrize(("criterion", "replacement"), [("camera", "none"), ("reap", "ream")])
+def test_interrupted_sequential_search_resumes_at_its_last_layer(
+    criterion: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = chooser(tiny.build("olmoe"), criterion, replacement)
+    align, hooks = MERGES.get(replacement, (None, [ForwardHook]))
+    settings: dict[str, Any] = {"hooks": hooks, "align": align}
+    expected = run_sequentially("olmoe", choose, tmp_path / "undisturbed", **settings)
 
     def killed(layer: int, sums: Sums) -> Plan:
         if layer == 1:
@@ -511,7 +583,7 @@ def test_interrupted_sequential_search_resumes_at_its_last_layer(
     monkeypatch.setattr(observe, "SAVE_INTERVAL", 0.0)
     monkeypatch.setattr(observe, "SAVE_FACTOR", 0)
     with pytest.raises(KeyboardInterrupt):
-        run_sequentially("olmoe", killed, tmp_path / "killed")
+        run_sequentially("olmoe", killed, tmp_path / "killed", **settings)
     calls = tiny.count_calls(monkeypatch, ForwardHook, "experts")
-    result = run_sequentially("olmoe", choose, tmp_path / "killed")
+    result = run_sequentially("olmoe", choose, tmp_path / "killed", **settings)
     assert result == expected and len(calls) == 2 * len(tiny.batches()), "layers 1 and 2 are left"

@@ -314,6 +314,14 @@ def test_protected_super_experts_need_statistics(allocation: str) -> None:
     assert protecting_plan.inputs.keys() - plan.inputs.keys() == {"statistics"}
 
 
+def test_a_sequential_plan_measures_and_matches_merged_experts_itself() -> None:
+    """REAM (arXiv 2604.04356) merges layer after layer."""
+    plan = plan_with_protection("ream_sequential", None)
+    assert plan.kind == "sequential"
+    assert not plan.inputs.keys() & {"similarity", "statistics"}
+    assert plan_with_protection("ream", None).kind == "activation_alignment"
+
+
 def test_protected_layers_are_in_the_name_of_an_allocation() -> None:
     columns = record.allocation_columns(AllocationConfig(protect="super", protect_layers=1.0))
     assert columns["protect"] == "super, protect_layers=1"

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
 
 import numpy
 
 from moe_lab import allocation, criteria, result_files
 from moe_lab.allocation import IdentifiedAllocation, list_file, protection, shapes
-from moe_lab.allocation.grouping import GROUPINGS
+from moe_lab.allocation.grouping import GROUPINGS, required_passes
 from moe_lab.allocation.problem import limits
 from moe_lab.calibration import IdentifiedText
 from moe_lab.config import AllocationConfig
@@ -26,8 +27,14 @@ from moe_lab.models.files import fingerprint
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.selection import count_ties, plan_from_scores
-from moe_lab.statistics import merge_passes, read
-from moe_lab.study.resources import Resources, text_pass
+from moe_lab.statistics import FUNCTIONS, merge_passes, read
+from moe_lab.study.resources import (
+    Resources,
+    channel_product_bytes,
+    expert_weight_bytes,
+    no_bytes,
+    text_pass,
+)
 from moe_lab.study.step import KINDS, Step, StepFields
 from moe_lab.study.steps import tables
 from moe_lab.study.steps.files import STATISTICS, Files, read_text, text_passes
@@ -462,10 +469,10 @@ class Reconstruction(CellPlan):
 
 class Sequential(CellPlan):
     """A plan that is made layer by layer. A layer is scored by its forward statistics when all
-    earlier layers are already pruned.
+    earlier layers are already pruned, and their dropped experts replaced.
 
     Each layer retains as many experts as with allocation=uniform, or as many channels as with
-    allocation=layerwise. The model is always streamed.
+    allocation=layerwise. The model is always streamed. The channels of merged experts are matched.
     """
 
     kind = "sequential"
@@ -480,10 +487,25 @@ class Sequential(CellPlan):
     seed: int | None
 
     def resources(self) -> Resources:
-        return text_pass(self.loaded.model, self.text, engine="streamed")
+        merges = self.setup.merges_experts
+        return text_pass(
+            self.loaded.model,
+            self.text,
+            engine="streamed",
+            per_layer=channel_product_bytes if merges else no_bytes,
+            extra_bytes=expert_weight_bytes if merges else no_bytes,
+        )
 
     @classmethod
     def of(cls, cell: Cell) -> Self:
+        setup = plan_setup(cell)
+        # Super experts are those of the unpruned model. Other sums over the text are computed by
+        # `work` itself.
+        evidence = {
+            role: step
+            for role, step in setup.evidence.items()
+            if not step.reads_text or (role == "statistics" and cell.allocation.protect)
+        }
         # without the step of the forward statistics, which `work` computes itself
         weight_steps = {
             kind: input_step(kind, cell)
@@ -493,7 +515,7 @@ class Sequential(CellPlan):
         text = IdentifiedText.of(cell.calibration)
         criterion = IdentifiedCriterion.of(cell.criterion)
         return cls(
-            plan_setup(cell),
+            replace(setup, evidence=evidence),
             loaded_field(cell.model),
             text,
             criterion,
@@ -519,13 +541,17 @@ class Sequential(CellPlan):
             "name": "uniform" if granularity == "expert" else "layerwise",
         }
 
+        replacement = settings["replacement"]
+        grouping = GROUPINGS.get(replacement)
         tie_counts: dict[int, int] = {}
 
         def choose(layer: int, sums: Any) -> Any:
-            """The plan of a layer. `sums`: forward statistics of the layer, by name."""
+            """The plan of a layer. `sums`: sums of the layer over the text, by name."""
             layer_facts = {layer: facts["layers"][layer]}
-            scores = score(self, {layer: {**weight_sums.get(layer, {}), **sums}}, layer_facts)
-            plan = plan_from_scores(settings, scores, layer_facts, evidence={}, provenance={})
+            all_sums = {layer: {**weight_sums.get(layer, {}), **sums}}
+            scores = score(self, all_sums, layer_facts)
+            evidence = dict.fromkeys(required_passes(replacement), all_sums)
+            plan = plan_from_scores(settings, scores, layer_facts, evidence, provenance={})
             tie_counts.update(count_ties(plan, scores, layer_facts))
             return plan
 
@@ -533,6 +559,12 @@ class Sequential(CellPlan):
             streamed,
             read_text(self.text, tokenizer, files),
             choose,
+            hooks=[
+                resolve_name(FUNCTIONS[kind])
+                for kind in dict.fromkeys(("statistics", *required_passes(replacement)))
+                if KINDS[kind].reads_text
+            ],
+            align=grouping and grouping.align,
             out=files.partial,
             provenance={
                 "criterion": self.settings["criterion"],

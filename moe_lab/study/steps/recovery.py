@@ -23,18 +23,18 @@ from moe_lab.study.resources import Resources, channel_product_bytes, expert_wei
 from moe_lab.study.step import KINDS, Step, StepFields
 from moe_lab.study.steps.files import Files, text_passes
 from moe_lab.study.steps.passes import Facts, ModelIdentity, loaded_field
-from moe_lab.study.steps.plans import CellPlan, PlanSetup, drops_whole_experts
+from moe_lab.study.steps.plans import CellPlan, PlanSetup, Sequential, drops_whole_experts
 
 NO_RECOVERY = RecoveryConfig()
 
 
 def plan_of(cell: Cell) -> PlanStep:
     """The step whose result is the cell's plan. It is an `AlignedPlan` if the allocation merges
-    experts whose channels must be aligned."""
+    experts whose channels must be aligned, and does not align them itself."""
     step_class: Any = KINDS[allocation.get(cell.allocation.name).step]
     plan: PlanStep = step_class.of(cell)
     grouping = GROUPINGS.get(cell.allocation.replacement)
-    if grouping is None or grouping.align is None:
+    if grouping is None or grouping.align is None or isinstance(plan, Sequential):
         return plan
     model = loaded_field(cell.model)
     text = IdentifiedText.of(cell.calibration)
