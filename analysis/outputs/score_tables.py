@@ -55,6 +55,7 @@ PRIOR_LABELS = {
     "loss": "Model loss without the expert",
     "usage": "Tokens routed to the expert",
     "router_weight": "Sum of router weights",
+    "moe_slimming.router": "Softmax of router outputs",
     "ala_lm": "Attribution of the model's loss",
     "none": "No prior",
 }

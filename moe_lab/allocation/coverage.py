@@ -49,9 +49,11 @@ BY_LOSS = ("coverage", "loss_based")
 BY_PRIOR = ("coverage", "proportional")
 """Values of `intra` that use the priors of experts."""
 
-Prior: TypeAlias = Literal[
-    "ala1", "ala2", "true_ablation", "loss", "usage", "router_weight", "ala_lm", "none"
+Prior: TypeAlias = Annotated[
+    str,
+    AfterValidator(lambda name: name if name == "none" else PRIORS.known("prior", name)),
 ]
+"""Name of a prior in `PRIORS`, or none."""
 
 
 def coverage(
@@ -201,15 +203,17 @@ def expert_prior(prior: Prior, evidence: Evidence, layer: int, n_experts: int) -
     return positive
 
 
-PRIORS: Mapping[str, tuple[str, str, Callable[[Array], Array]]] = {
-    "ala1": ("statistics", "ala_first", numpy.asarray),
-    "ala2": ("statistics", "ala_second", numpy.asarray),
-    "true_ablation": ("statistics", "ala_second", numpy.asarray),
-    "loss": ("ablation", "ablation", numpy.asarray),
-    "usage": ("statistics", "tokens", numpy.asarray),
-    "router_weight": ("statistics", "sums_model", lambda sums: sums[:, 1, 0]),
-    "ala_lm": ("gradients", "channel_product", lambda product: -product.sum(axis=1)),
-}
+PRIORS: Registry[tuple[str, str, Callable[[Array], Array]]] = Registry(
+    {
+        "ala1": ("statistics", "ala_first", numpy.asarray),
+        "ala2": ("statistics", "ala_second", numpy.asarray),
+        "true_ablation": ("statistics", "ala_second", numpy.asarray),
+        "loss": ("ablation", "ablation", numpy.asarray),
+        "usage": ("statistics", "tokens", numpy.asarray),
+        "router_weight": ("statistics", "sums_model", lambda sums: sums[:, 1, 0]),
+        "ala_lm": ("gradients", "channel_product", lambda product: -product.sum(axis=1)),
+    }
+)
 """Prior -> the step that measures it, the name of an array among the step's results, and the
 function that turns this array into the prior."""
 

@@ -356,6 +356,7 @@ _SHAPES: Mapping[str, tuple[int, ...]] = {
         ("output_sum", "dense_output_sum", "dense_gated_output_sum"), (EXPERTS, HIDDEN)
     ),
     **dict.fromkeys(("router_gram", "weight_distance_square"), (EXPERTS, EXPERTS)),
+    "router_absolute": (2, EXPERTS),
     **dict.fromkeys(("layer_loss", "scaling", "count"), ()),
     "router_entropy": (HIDDEN,),
 }

@@ -1,5 +1,6 @@
 """MoE-Slimming (arXiv 2606.18304): smoothings of layer losses and the assignment of blocks, as its
-text and its released code have them where moe_lab.allocation differs."""
+text and its released code have them where moe_lab.allocation differs, and the code's prior of
+routers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from functools import partial
 
 import numpy
 
-from moe_lab.allocation.coverage import ORDERS, Alignment, in_rounds, lost_channels, lost_scores
+from moe_lab.allocation.coverage import (
+    ORDERS,
+    PRIORS,
+    Alignment,
+    in_rounds,
+    lost_channels,
+    lost_scores,
+)
 from moe_lab.allocation.problem import Array, Budgets, apportion
 from moe_lab.allocation.shapes import SMOOTHINGS
 
@@ -39,6 +47,18 @@ ORDERS["moe_slimming.one_block"] = partial(in_rounds, losses_of=lost_channels, m
 ORDERS["moe_slimming.one_block_scores"] = partial(in_rounds, losses_of=lost_scores, most=1)
 """Alignment-aware redistribution (Appendix A.2): an expert gets at most one block, in the order of
 lost channels (l-r-c in Table 8) or of lost scores (l-r-s). Further blocks are lost."""
+
+
+def router_output(sums: Array) -> Array:
+    """The softmax over experts (E,) of the mean absolute logit of each, which the released code has
+    in place of the sum of gates. sums (2, E): sums of absolute logits, and numbers of tokens."""
+    means = sums[0] / sums[1]
+    exponentials = numpy.exp(means - means.max())
+    softmax: Array = exponentials / exponentials.sum()
+    return softmax
+
+
+PRIORS["moe_slimming.router"] = ("similarity", "router_absolute", router_output)
 
 
 def headroom(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:

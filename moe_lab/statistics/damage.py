@@ -183,7 +183,8 @@ class _Replay(TorchFunctionMode):
 
 class SimilarityHook(StatisticsHook):
     """Adds `dense_output_sum`. If the router returns the logits of all experts, adds also
-    `router_gram` and `dense_gated_output_sum`. All E experts run on all tokens."""
+    `router_gram`, `router_absolute` and `dense_gated_output_sum`. All E experts run on all
+    tokens."""
 
     kind = "similarity"
     probabilities: torch.Tensor | None = None
@@ -192,14 +193,16 @@ class SimilarityHook(StatisticsHook):
 
     def after_router(self, module: torch.nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Add `router_gram` (E, E): the products of the logits of every two experts, summed over
-        valid tokens. Set `probabilities`."""
+        valid tokens, and `router_absolute` (2, E): the sums of their absolute values, and the
+        number of tokens. Set `probabilities`."""
         self.probabilities = None
         logits = self.router_logits(result)
         if logits is None:
             return
         logits = logits[self.valid_indices(logits)].double()
         self.probabilities = logits.softmax(-1)
-        self.add({"router_gram": logits.T @ logits})
+        absolute = torch.stack([logits.abs(), torch.ones_like(logits)]).sum(1)
+        self.add({"router_gram": logits.T @ logits, "router_absolute": absolute})
 
     def experts(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor

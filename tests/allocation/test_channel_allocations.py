@@ -221,6 +221,8 @@ EVIDENCE: dict[str, Any] = {
         }
     },
     "ablation": {7: {"ablation": numpy.array([0.1, -0.2, 0.3])}},
+    # means of 1, 1 and 1 + ln 3 over ten tokens
+    "similarity": {7: {"router_absolute": 10 * numpy.array([[1, 1, 1 + numpy.log(3)], [1] * 3])}},
     "gradients": {
         7: {
             "channel_product": numpy.array(
@@ -241,6 +243,7 @@ PRIORS: dict[Any, list[float]] = {
     "usage": [10, 0, 30],
     "router_weight": [0.5, 1.5, 2.5],
     "ala_lm": [3, 0, 4],
+    "moe_slimming.router": [0.2, 0.2, 0.6],
     "none": [1, 1, 1],
 }
 

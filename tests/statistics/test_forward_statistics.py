@@ -325,6 +325,7 @@ def test_similarity_statistics_read_every_valid_token(name: str) -> None:
             "dense_output_sum": outputs.sum(1),
             "dense_gated_output_sum": (gates * outputs).sum(1),
             "router_gram": sum(torch.outer(row, row) for row in logits),
+            "router_absolute": torch.stack([logits.abs().sum(0), 0 * logits[0] + len(logits)]),
         }
         for key, value in expected.items():
             assert naive.relative_error(layers[layer.index][key], value) < 1e-9, key
