@@ -85,8 +85,9 @@ def agreement_table(results: Results) -> Table | None:
         steps = time_and_memory(steps_with_inputs(cells["plan_folder"], study.reader), study.reader)
         steps = steps.drop_duplicates("kind").set_index("kind").reindex(["statistics", ABLATION])
         machines += steps["machine"].dropna().tolist()
-        frame[SECONDS] = steps.loc["statistics", "seconds"]
-        frame.loc[ABLATION, SECONDS] = steps.loc[ABLATION, "seconds"]
+        seconds = steps["seconds"].to_dict()
+        frame[SECONDS] = seconds["statistics"]
+        frame.loc[frame.index == ABLATION, SECONDS] = seconds[ABLATION]
         frame["Model"] = key["model"]
         frame["Calibration"] = names.calibration(key["calibration"])
         frame["Estimate"] = frame.index.map(MEASURES).map(names.capitalised)
@@ -333,7 +334,7 @@ def bars_figure(results: Results, comparison: Comparison) -> Figure | None:
         for column in ("score", "kept", "attribution")
     )
     diamond = {"shape": "diamond", "filled": True, "color": "#b39a25", "stroke": charts.INK}
-    layers = [
+    marks = [
         charts.layer("bar", x=x, y=score, color=piece, order="piece"),
         charts.layer("tick", {"color": "#bb3311", "thickness": 2}, x=x, y=kept),
         charts.layer("point", diamond, x=x, y=attribution),
@@ -345,4 +346,4 @@ def bars_figure(results: Results, comparison: Comparison) -> Figure | None:
         f"the layer, negative ones at 0. Based on {pass_setup(results.study)}"
     )
     title = "Channel scores and budgets, expert by expert"
-    return Figure(title, caption, rows, layers, 1, ({"step": 14}, 150))
+    return Figure(title, caption, rows, marks, 1, ({"step": 14}, 150))

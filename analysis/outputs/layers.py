@@ -226,13 +226,15 @@ def router_figure(results: Results, comparison: Comparison) -> Figure | None:
         return None
     frames = []
     for letter, (measure, label) in zip("ab", ROUTING_MEASURES.items(), strict=True):
-        correlation = experts[[measure, "ablation"]].corr("spearman", min_periods=3).iloc[0, 1]
+        correlation = experts[measure].corr(experts["ablation"], "spearman", min_periods=3)
         highest_experts = experts.dropna(subset=[measure]).nlargest(TOP_EXPERTS, measure)
         frames.append(
             highest_experts.assign(
                 panel=f"({letter}) by {label}; rank correlation over all experts {correlation:.2f}",
                 line=highest_experts[measure],
-                x=[f"{row.layer}.{row.expert}" for row in highest_experts.itertuples()],
+                x=highest_experts["layer"].astype(str)
+                + "."
+                + highest_experts["expert"].astype(str),
             )
         )
     rows = pd.concat(frames)

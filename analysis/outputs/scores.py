@@ -202,9 +202,10 @@ SHARES = ("Cut", "In thought", "Loops", "Empty")
 """Columns with shares of texts that degenerate."""
 CAPTION = (
     "Means over texts, with their thoughts; Δ: the difference from the unpruned model, paired by "
-    "item, with its 95 % interval over items unless all agree. Cut: at the limit of tokens. In "
-    "thought: the thought does not end. Loops: the text ends in a block of at most 50 words, or of "
-    "50 characters, that is repeated four times or more. Empty: nothing after the thought. Natural "
+    "item, with its 95 % interval over items, for one seed, unless all agree. Cut: at the limit of "
+    "tokens. In thought: the thought does not end. Loops: the text ends in a block of at most 50 "
+    "words, or of 50 characters, that is repeated four times or more. Empty: nothing after the "
+    "thought. Natural "
     "end: an end token or a stop text, outside a thought. Distinct-4: distinct sequences of four "
     "words, as a share of all. What is the same for all texts is left out."
 )
@@ -258,19 +259,23 @@ def _blocks(
     # cells of several seeds have the means over their plans
     cell_of_text = texts["cell"].map(comparison.representatives).dropna()
     texts = texts.loc[cell_of_text.index]
-    items = texts.groupby(["benchmark", cell_of_text, "item"])[columns].mean()
+    items = texts.groupby(["benchmark", cell_of_text, "item"])[list(columns)].mean()
     is_unpruned = items.index.get_level_values("cell") == comparison.unpruned_cell
     unpruned = items[is_unpruned].droplevel("cell")
-    differences = items[~is_unpruned]
-    differences -= unpruned.reindex(differences.index.droplevel("cell")).to_numpy()
+    pruned = items[~is_unpruned]
+    differences = pruned - unpruned.reindex(pruned.droplevel("cell").index).to_numpy()
     by_cell = differences.groupby(["benchmark", "cell"])
     mean, error, count = by_cell.mean(), by_cell.sem(), by_cell.count()
     # equal texts would have an interval of width 0
     half_width = stdtrit(count - 1, (1 + CONFIDENCE) / 2) * error.where(error > 0)
+    # an interval over items leaves out what another seed changes
+    has_seeds = [comparison.all_have_several_seeds([cell]) for _, cell in half_width.index]
+    half_width.loc[has_seeds] = float("nan")
     numbers = items.groupby(["benchmark", "cell"]).mean().join(mean.add_prefix("Δ "))
     low, high = ((mean + sign * half_width).add_prefix("Δ ") for sign in (-1, 1))
     shown = [text for column in columns for text in (column, f"Δ {column}")]
-    for benchmark in comparison.benchmark_scores.columns.intersection(numbers.index.levels[0]):
+    with_texts = numbers.index.get_level_values("benchmark")
+    for benchmark in comparison.benchmark_scores.columns.intersection(with_texts):
         frame = display_frame(cells, CELL_COLUMNS)
         frame.insert(1, "Benchmark", names.benchmark(benchmark))
         frame["Score"], _, _ = comparison.displayed_scores((benchmark,))

@@ -194,7 +194,7 @@ def latex(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _marked_frame(table: Table, bold: str, escape_value: Callable[[object], str]) -> pd.DataFrame:
+def _marked_frame(table: Table, bold: str, escape_value: Callable[[Any], str]) -> pd.DataFrame:
     """The texts of all cells and columns. bold: format of bold numbers, such as `**{}**`."""
     texts = printed_texts(table).map(escape_value)
     if table.bold is not None:
@@ -226,13 +226,12 @@ def content(table: Table) -> dict[str, Any]:
                 "" if pd.isna(low + high) else f"<small>{_with_minus_signs(form.format(low, high))}"
                 for low, high in ends
             ]
-    ratios = table.frame.get("Pruned", [])
-    printed_ratios = printed_frame(table).get("Pruned", [])
-    pruned = {
-        row: ratio
-        for row, (ratio, printed) in enumerate(zip(ratios, printed_ratios, strict=True))
-        if ratio != printed
-    }
+    pruned: dict[int, str] = {}
+    if "Pruned" in table.frame:
+        ratios = zip(table.frame["Pruned"], printed_frame(table)["Pruned"], strict=True)
+        for row, (ratio, printed) in enumerate(ratios):
+            if ratio != printed:
+                pruned[row] = ratio
     return {"rows": rows.to_numpy().tolist(), "pruned": pruned}
 
 

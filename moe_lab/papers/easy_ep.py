@@ -15,4 +15,4 @@ def mean_over_domains(scores: Iterable[pandas.DataFrame]) -> pandas.DataFrame:
         table.assign(score=table["score"] / table.groupby("layer")["score"].transform("sum"))
         for table in scores
     ]
-    return pandas.concat(shares).groupby(["layer", "expert"], as_index=False)["score"].mean()
+    return pandas.concat(shares).groupby(["layer", "expert"])["score"].mean().reset_index()

@@ -21,7 +21,7 @@ from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.observe import Batch, StatisticsHook
 from moe_lab.statistics.streaming import LayerPass
 
-Sums = Mapping[str, torch.Tensor]
+Sums = dict[str, torch.Tensor]
 """Sums of one layer by name, fp64, with the matching ORDER of the channels of merged experts."""
 ORDER = "order"
 
@@ -68,8 +68,8 @@ def prune_sequentially(
                     sums = merge_passes(layer_pass.run(number, hook, keep=False) for hook in hooks)
                     plan = choose(number, sums[number])
                     if plan.merged_layers and align == "weights":
-                        order = align_by_weights(plan, [layer]).layers[number].alignment
-                        sums[number][ORDER] = torch.from_numpy(order)
+                        alignment = align_by_weights(plan, [layer]).layers[number].alignment
+                        sums[number][ORDER] = torch.as_tensor(alignment)
                     elif plan.merged_layers and align is not None:
                         order = layer_pass.run(number, alignment_hook(plan), keep=False)
                         sums = merge_passes([sums, order])

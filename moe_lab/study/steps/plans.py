@@ -564,7 +564,7 @@ class Sequential(CellPlan):
                 for kind in dict.fromkeys(("statistics", *required_passes(replacement)))
                 if KINDS[kind].reads_text
             ],
-            align=grouping and grouping.align,
+            align=grouping.align if grouping else None,
             out=files.partial,
             provenance={
                 "criterion": self.settings["criterion"],
