@@ -33,7 +33,7 @@ from moe_lab.config import Config
 from moe_lab.config.base import Mistakes, storage_problems, validated
 from moe_lab.errors import UserError, unknown_name_error
 from moe_lab.json_files import Document
-from moe_lab.paths import conf, name_of_path, store_folder
+from moe_lab.paths import conf, store_folder
 
 Choice = grid.Choice
 CONFIG = "config"
@@ -163,7 +163,7 @@ class Groups:
         return self._names[group]
 
     def load(self, choices: Iterable[Choice]) -> dict[Choice, Document]:
-        """(group, name of a choice, or a path) -> settings. SettingsError with a sentence for each
+        """(group, name of a choice) -> settings. SettingsError with a sentence for each
         choice that cannot be composed, or that sets a key outside its group."""
         choices = list(dict.fromkeys(choices))
         new_choices = [choice for choice in choices if choice not in self._contents]
@@ -187,15 +187,7 @@ class Groups:
             return
         # +GROUP@KEY=NAME puts the content of a choice under a key that no other choice uses
         keys = {choice: f"choice{number}" for number, choice in enumerate(choices)}
-        paths = {
-            (group, name)
-            for group, name in choices
-            if grid.is_own_path(group, name) and name not in self.names(group)
-        }
-        keyed_overrides = [
-            f"+{group}@{key}={grid.PATH_FILES[group] if (group, name) in paths else name}"
-            for (group, name), key in keys.items()
-        ]
+        keyed_overrides = [f"+{group}@{key}={name}" for (group, name), key in keys.items()]
         group, name = choices[0]
         try:
             composed = _plain_content(
@@ -209,10 +201,7 @@ class Groups:
                 "that sets several groups is an experiment"
             )
         for choice, key in keys.items():
-            content = composed.get(key) or {}
-            if choice in paths:
-                content |= {"path": choice[1], "name": name_of_path(choice[1])}
-            self._contents[choice] = content
+            self._contents[choice] = composed.get(key) or {}
 
 
 def _plain_content(config: DictConfig) -> Document:
@@ -252,13 +241,13 @@ def compose(texts: Sequence[str], config_name: str = CONFIG) -> tuple[Config, li
         groups = Groups(searchpath)
         # pop moves the settings of cells to the draft; the settings of the study are left
         draft.lists = [settings.pop("grid", None) or {}, *(settings.pop("more", None) or [])]
-        draft.composed = {axis: settings.pop(axis, None) for axis in grid.AXES}
+        draft.composed = {axis: settings.pop(axis) for axis in grid.AXES if axis in settings}
         with mistakes.caught():
             config: Config = validated(Config, settings, "")
             register_choices(config.plugins)
         with mistakes.caught():
-            points = grid.points(draft, groups)
-    return config, grid.requests(config, points, groups)
+            cells = grid.product_cells(draft, groups)
+    return config, grid.requests(config, cells, groups)
 
 
 def _defaults_of_own_model(parsed: overrides.Parsed, groups: Groups) -> list[str]:
@@ -276,13 +265,13 @@ def _defaults_of_own_model(parsed: overrides.Parsed, groups: Groups) -> list[str
 
 def _compose_study(
     texts: Sequence[str], config_name: str
-) -> tuple[Document, dict[str, str], list[str]]:
-    """Returns (settings as plain dictionaries, group -> name of the chosen file, folders of
+) -> tuple[Document, dict[str, str | None], list[str]]:
+    """Returns (settings as plain dictionaries, group -> name of the chosen file or None, folders of
     hydra.searchpath)."""
     try:
         composed = hydra_compose(config_name, overrides=list(texts), return_hydra_config=True)
-        choices = {str(group): str(name) for group, name in composed.hydra.runtime.choices.items()}
-        return _plain_content(composed), choices, list(composed.hydra.searchpath)
+        hydra = composed.hydra
+        return _plain_content(composed), dict(hydra.runtime.choices), list(hydra.searchpath)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(hydra_error_sentence(error)) from None
 

@@ -4,7 +4,6 @@ the cells. Each choice is composed once."""
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -35,7 +34,7 @@ from moe_lab.errors import UserError, check_known, unknown_name_error
 from moe_lab.evaluation.harness import harness_of
 from moe_lab.json_files import Document
 from moe_lab.models.config_json import size_of
-from moe_lab.paths import PREFIX, check_name, is_path, valid_name
+from moe_lab.paths import PREFIX, check_name, is_path, name_of_path, valid_name
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,6 @@ Request = tuple[Sequence[Cell], Sequence[BenchmarkConfig]]
 """Cells, and the benchmarks on which all of them are evaluated."""
 Choice = tuple[str, str]
 """(group, name of a file of the group)."""
-Point = tuple[Any, ...]
-"""One value per axis, in the order of AXES."""
 
 AXIS_TYPES = fields_of(CellConfig)
 AXES = tuple(AXIS_TYPES)
@@ -94,7 +91,7 @@ REMOVED = object()
 
 
 class Files(Protocol):
-    """Access to the files of configuration groups, and to paths as choices (see `is_own_path`)."""
+    """Access to the files of configuration groups."""
 
     def names(self, group: str) -> list[str]:
         """Names of the files of a group."""
@@ -111,8 +108,8 @@ class Draft:
     composed: Document = field(default_factory=dict)
     """Axis -> content in the composed configuration. This is the only value of an axis without a
     list."""
-    file_names: Mapping[str, str] = field(default_factory=dict)
-    """Group -> name of the file from which the content in `composed` comes."""
+    file_names: Mapping[str, str | None] = field(default_factory=dict)
+    """Group -> name of the file from which the content in `composed` comes, or None."""
     command_lists: dict[str, Sequence[Any]] = field(default_factory=dict)
     """Axis, or setting in a group -> list of values on the command line, which replaces the list in
     a file."""
@@ -124,45 +121,64 @@ class Draft:
     list, a further grid has the list of the first grid."""
 
 
-# ---- points
+# ---- the product of the axes
 
 
-def points(draft: Draft, files: Files) -> list[Point]:
-    """The points of all grids, without repetitions. Raises SettingsError with all mistakes."""
-    point_of_key: dict[Point, Point] = {}
+def product_cells(draft: Draft, files: Files) -> list[Cell]:
+    """The cells of all grids, without repetitions, and without the texts that `requests` adds.
+    Raises SettingsError with all mistakes."""
+    axes = _Axes(draft, files)
+    cells: dict[Cell, None] = {}
     with Mistakes() as mistakes:
-        axes = _Axes(draft, files)
-        # the lists of the first grid are in the setting `grid`, those of further grids in `more`
-        first, *further = [
-            _valid_lists(lists, "more" if number else "grid", mistakes)
-            for number, lists in enumerate(draft.lists)
-        ]
-        grids = [axes.grid_lists(first)]
-        for lists in further:
-            grids += axes.further_grid_lists(first, lists)
+        grids = _grids(draft, mistakes)
+        for lists, axis in itertools.product(grids, GROUPS):
+            lists[axis] = axes.names(axis, lists, mistakes)
         # Load all files in one call, because each call takes time. `files` keeps their contents.
         with mistakes.caught():
-            files.load(axes.named_files(grids))
+            files.load(axes.files_of(grids))
         for lists in grids:
-            values = []
+            values: dict[str, list[Any]] = {}
             for axis in AXES:
                 with mistakes.caught():
-                    values.append(axes.values(axis, lists))
+                    values[axis] = axes.values(axis, lists)
             if len(values) == len(AXES):  # no axis has mistakes
-                for point in itertools.product(*values):
-                    point_of_key.setdefault(_key(point), point)
-    return list(point_of_key.values())
+                for point in itertools.product(*values.values()):
+                    cells[Cell(**dict(zip(AXES, point, strict=True)))] = None
+    return list(cells)
 
 
-def _key(point: Point) -> Point:
-    """A tuple that can be hashed, and is equal for equal points: `_Axes` returns the same object
-    for equal choices."""
-    pairs = zip(AXES, point, strict=True)
-    return tuple(value if axis in PLAIN_AXES else id(value) for axis, value in pairs)
-
-
-Lists = Mapping[str, Sequence[Any]]
+Lists = dict[str, Sequence[Any]]
 """Axis, or setting in a group such as model.top_k -> list of values."""
+
+
+def _grids(draft: Draft, mistakes: list[str]) -> list[Lists]:
+    """The lists of each grid, changed by the command line. For each invalid list, a sentence is
+    added to `mistakes`.
+
+    The lists of the first grid also apply to further grids. If the command line has a list of a
+    group, a further grid keeps only those of its own names that match a name in that list. It is
+    left out if no name matches."""
+    overridden = dict(draft.overrides)
+    grids: list[Lists] = []
+    first: Lists = {}
+    for number, content in enumerate(draft.lists):
+        # the lists of the first grid are in the setting `grid`, those of further grids in `more`
+        own = _valid_lists(content, "more" if number else "grid", mistakes)
+        first = first if number else own
+        file_lists = {**first, **own}
+        lists = {key: values for key, values in file_lists.items() if key not in overridden}
+        lists |= draft.command_lists
+        narrowed = own.keys() & draft.command_lists.keys() & set(GROUPS) if number else set()
+        for axis in narrowed:
+            patterns = [_pattern(name) for name in draft.command_lists[axis]]
+            lists[axis] = [
+                name
+                for name in own[axis]
+                if any(fnmatchcase(str(name), pattern) for pattern in patterns)
+            ]
+        if all(lists[axis] for axis in narrowed):
+            grids.append(lists)
+    return grids
 
 
 def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
@@ -171,7 +187,7 @@ def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
     if not isinstance(lists, Mapping):
         mistakes.append(f"{field}={lists}: expected lists by axis, such as {{ratio: [0.25, 0.5]}}")
         return {}
-    valid_lists = {}
+    valid_lists: Lists = {}
     # a key in a file may be a number
     for key, values in zip(map(str, lists), lists.values(), strict=True):
         is_setting = key.partition(".")[0] in GROUPS and setting_type(CellConfig, key.split("."))
@@ -182,11 +198,6 @@ def _valid_lists(lists: Any, field: str, mistakes: list[str]) -> Lists:
         elif values:
             valid_lists[key] = values
     return valid_lists
-
-
-def is_own_path(group: str, name: str) -> bool:
-    """Whether `name`, which no file of the group has, is a path of the user."""
-    return group in PATH_FILES and is_path(name)
 
 
 def is_variant(group: str, name: str) -> bool:
@@ -202,166 +213,124 @@ def _pattern(name: Any) -> str:
 
 class _Axes:
     """The values of each axis of a study's grids. A value of a group is an object, such as a
-    ModelConfig, that is made from a file of the group; it is called a choice. Equal choices are the
-    same object."""
+    ModelConfig; it is called a choice. Its name is that of a file of the group, or a path. Choices
+    with the same name and the same settings are the same object."""
 
     def __init__(self, draft: Draft, files: Files) -> None:
         self.draft = draft
         self.files = files
-        self._choices: dict[tuple[str, str | None, str], Any] = {}
-        """(axis, name, JSON of settings) -> the choice that `_choice` returned for them."""
+        self._choices: dict[tuple[str, str, str], Any] = {}
+        """(axis, name, settings as text) -> the choice that `_choice` returned for them."""
 
-    def grid_lists(self, lists: Lists) -> Lists:
-        """The lists of a grid: `lists`, which come from a file, changed by the command line."""
-        override_keys = [key for key, _ in self.draft.overrides]
-        file_lists = {key: values for key, values in lists.items() if key not in override_keys}
-        return {**file_lists, **self.draft.command_lists}
-
-    def further_grid_lists(self, first: Lists, lists: Lists) -> list[Lists]:
-        """The lists of a further grid, changed by the command line, as the only item of the result.
-        If the command line has a list of a group, the further grid keeps only its own names that
-        match a name in that list.
-
-        `first`: the lists of the first grid in the same file, which also apply unless `lists`
-        replaces them."""
-        kept = {}
-        for axis, command_names in self.draft.command_lists.items():
-            if axis not in GROUPS or axis not in lists:
-                continue
-            patterns = [_pattern(name) for name in command_names]
-            kept[axis] = [
-                name
-                for name in lists[axis]
-                if any(fnmatchcase(str(name), pattern) for pattern in patterns)
-            ]
-        if not all(kept.values()):
-            return []
-        return [{**self.grid_lists({**first, **lists}), **kept}]
+    def _composed_name(self, axis: str) -> str:
+        """Name of the file of a group in the composed configuration; "" if there is none."""
+        return self.draft.file_names.get(axis) or ""
 
     def _list_setting(self, axis: str) -> str:
         """The setting that lists the values of an axis, for messages."""
         return axis if axis in self.draft.command_lists else f"grid.{axis}"
 
-    def values(self, axis: str, lists: Lists) -> list[Any]:
-        """The checked values of an axis. SettingsError with all mistakes."""
-        method = self._plain_values if axis in PLAIN_AXES else self._choices_of
-        return method(axis, lists)
+    def names(self, axis: str, lists: Lists, mistakes: list[str]) -> list[str]:
+        """Names of the choices of a group that match its list of names, or else the name in the
+        composed configuration. For each name that nothing matches, a sentence is added to
+        `mistakes`."""
+        if not lists.get(axis):
+            return [self._composed_name(axis)]
+        available = self.files.names(axis)
+        names: list[str] = []
+        for entry in lists[axis]:
+            pattern = _pattern(entry)
+            matches = [name for name in available if fnmatchcase(name, pattern)]
+            if matches:
+                names += matches
+            elif self._file(axis, pattern):
+                names.append(pattern)
+            else:
+                known = {*available, *REGISTRIES.get(axis, ())}
+                mistakes.append(str(unknown_name_error(self._list_setting(axis), pattern, known)))
+        return names
 
-    def _plain_values(self, axis: str, lists: Lists) -> list[Any]:
-        """The checked values of an axis in PLAIN_AXES, without repetitions."""
+    def _file(self, axis: str, name: str) -> str:
+        """Name of the file with the settings of the choice `name` of a group; "" if there is
+        none."""
+        if name in self.files.names(axis) or is_variant(axis, name):
+            return name
+        return PATH_FILES.get(axis, "") if is_path(name) else ""
+
+    def files_of(self, grids: Iterable[Lists]) -> Iterator[Choice]:
+        """(group, name) of the files that `grids` and the composed configuration name."""
+        for axis, lists in itertools.product(GROUPS, grids):
+            for name in (self._composed_name(axis), *lists[axis]):
+                if file := self._file(axis, name):
+                    yield axis, file
+
+    def _file_content(self, axis: str, name: str) -> Document:
+        """A copy of the settings in the file of the choice `name`; {} if there is no file."""
+        file = self._file(axis, name)
+        if not file:
+            return {}
+        content = deepcopy(self.files.load([(axis, file)])[axis, file])
+        if file != name:
+            content |= {"path": name, "name": name_of_path(name)}
+        return content
+
+    def values(self, axis: str, lists: Lists) -> list[Any]:
+        """The checked values of an axis: of a group, one choice for each name and each combination
+        of the listed values of settings. SettingsError with all mistakes."""
         values = []
         with Mistakes() as mistakes:
-            if axis not in lists:
-                only_value = self.draft.composed.get(axis)
-                if only_value is None:
-                    only_value = default_of(CellConfig, axis)
+            if axis in GROUPS:
+                settings = {key: lists[key] for key in lists if key.startswith(f"{axis}.")}
+                for name, *numbers in itertools.product(lists[axis], *settings.values()):
+                    with mistakes.caught():
+                        changes = dict(zip(settings, numbers, strict=True))
+                        values.append(self._choice(axis, name, changes))
+            elif axis in lists:
+                for value in lists[axis]:
+                    with mistakes.caught():
+                        values.append(validated(AXIS_TYPES[axis], value, self._list_setting(axis)))
+            else:
+                only_value = self.draft.composed.get(axis, default_of(CellConfig, axis))
                 values.append(validated(AXIS_TYPES[axis], only_value, axis))
-            for value in lists.get(axis, ()):
-                with mistakes.caught():
-                    values.append(validated(AXIS_TYPES[axis], value, self._list_setting(axis)))
-        return list(dict.fromkeys(values))
+        return values
 
-    def _names(self, axis: str, lists: Lists) -> list[str | None]:
-        """Names of the files of a group that match its list of names. None stands for the content
-        of the composed configuration."""
-        available = self.files.names(axis)
-        names: list[str | None] = []
-        with Mistakes() as mistakes:
-            for entry in lists.get(axis, ()):
-                pattern = _pattern(entry)
-                matches = [name for name in available if fnmatchcase(name, pattern)]
-                if not matches and (is_own_path(axis, pattern) or is_variant(axis, pattern)):
-                    matches = [pattern]
-                if not matches:
-                    known = {*available, *REGISTRIES.get(axis, ())}
-                    mistakes.append(
-                        str(unknown_name_error(self._list_setting(axis), pattern, known))
-                    )
-                for name in matches:
-                    names.append(None if name == self.draft.file_names.get(axis) else name)
-        return list(dict.fromkeys(names)) or [None]
-
-    def named_files(self, grids: Iterable[Lists]) -> Iterator[Choice]:
-        """(group, name) of the files that the lists of `grids` name, without those in the composed
-        configuration."""
-        for axis, lists in itertools.product(GROUPS, grids):
-            # skips a list with mistakes, which `values` reports
-            with Mistakes().caught():
-                for name in self._names(axis, lists):
-                    if name is not None:
-                        yield axis, name
-
-    def _choices_of(self, axis: str, lists: Lists) -> list[Any]:
-        """The checked choices of a group: one for each listed file and each combination of the
-        listed values of settings."""
-        prefix = f"{axis}."
-        setting_lists = {
-            key.removeprefix(prefix): values
-            for key, values in lists.items()
-            if key.startswith(prefix)
-        }
-        choices: dict[int, Any] = {}  # id of a choice -> the choice
-        with Mistakes() as mistakes:
-            names = self._names(axis, lists)
-            for name, *values in itertools.product(names, *setting_lists.values()):
-                with mistakes.caught():
-                    choice = self._choice(axis, name, dict(zip(setting_lists, values, strict=True)))
-                    choices[id(choice)] = choice
-        return list(choices.values())
-
-    def _choice(self, axis: str, name: str | None, settings: Document) -> Any:
-        """The choice of a group that is made from the file `name`, or from the composed
-        configuration if `name` is None. `settings`: setting in the group -> its value."""
-        key = (axis, name, json.dumps(settings, sort_keys=True, default=str))
+    def _choice(self, axis: str, name: str, settings: Document) -> Any:
+        """The choice `name` of a group. `settings`: setting, such as model.top_k -> its value."""
+        key = (axis, name, str(settings))
         if key not in self._choices:
             self._choices[key] = self._compose(axis, name, settings)
         return self._choices[key]
 
-    def _compose(self, axis: str, name: str | None, settings: Document) -> Any:
-        """A new, checked choice from the arguments of `_choice`."""
-        content = deepcopy(self._content(axis, name))
-        for setting, value in self.draft.overrides:
-            if setting.startswith(f"{axis}."):
-                assign(content, setting.removeprefix(f"{axis}."), value)
-        for setting, value in settings.items():
+    def _compose(self, axis: str, name: str, settings: Document) -> Any:
+        """A new, checked choice from the arguments of `_choice`. Its settings are those in its
+        file, with the changes that the composed configuration has made to its own file of the
+        group, and with those of the command line and of the grid."""
+        composed_name = self._composed_name(axis)
+        composed = self.draft.composed.get(axis) or {}
+        # no setting names a calibration set
+        is_unset = axis == "calibration" and name == composed_name and "name" not in composed
+        content = {axis: self._file_content(axis, SHIPPED_TEXT if is_unset else name)}
+        base = self._file_content(axis, composed_name)
+        # a choice that is composed without a file has no changes that other choices get
+        if not base and name != composed_name and "name" in composed:
+            base = composed
+        changes = itertools.chain(
+            _changes({axis: base}, {axis: composed}), self.draft.overrides, settings.items()
+        )
+        for setting, value in changes:
             assign(content, setting, value)
-        choice = validated(AXIS_TYPES[axis], content, axis, f"{axis}={name}" if name else "")
+        origin = f"{axis}={name}" if name != composed_name else ""
+        choice = validated(AXIS_TYPES[axis], content[axis], axis, origin)
         if isinstance(choice, CalibrationConfig):
             check_name("calibration.name", choice.name)
-            composed = self.draft.composed.get(axis) or {}
-            # whether this is the shipped set, as no setting names a set
-            is_default = name is None and "name" not in composed and choice.path.startswith(PREFIX)
+            is_default = is_unset and choice.path.startswith(PREFIX)
             choice = add_sources(replace(choice, is_default=is_default), self.files)
         # registered functions keep their names, and ModelConfig appends the value of top_k itself
-        if not settings or axis in REGISTRIES or "top_k" in settings:
+        if not settings or axis in REGISTRIES or f"{axis}.top_k" in settings:
             return choice
         # such as _rank8 for the setting rank
         endings = [f"_{setting.rpartition('.')[2]}{value}" for setting, value in settings.items()]
         return replace(choice, name=valid_name("".join([choice.name, *endings])))
-
-    def _content(self, axis: str, name: str | None) -> Document:
-        """The settings of a choice, not yet checked. If `name` is not None, they are the content of
-        the file `name`, with the changes that the composed configuration has made to its own file
-        of the group."""
-        composed = self.draft.composed.get(axis) or {}
-        if not isinstance(composed, dict):
-            raise UserError(
-                f"{axis}={composed}: expected settings and their values, such as {{name: value}}"
-            )
-        if name is None and (axis != "calibration" or "name" in composed):
-            return composed
-        composed_name = self.draft.file_names.get(axis, "")
-        # `composed` before the changes
-        base = composed
-        if name is None:  # no setting names a calibration set
-            name = SHIPPED_TEXT
-            base = {}
-        elif composed_name in self.files.names(axis):
-            base = self.files.load([(axis, composed_name)])[axis, composed_name]
-        content = deepcopy(self.files.load([(axis, name)])[axis, name])
-        for setting, value in _changes(base, composed):
-            assign(content, setting, value)
-        return content
 
 
 def _changes(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -408,8 +377,8 @@ def suite_of(config: Config, model: ModelConfig, files: Files) -> SuiteConfig:
     return replace(config.suite, benchmarks=files.load([choice])[choice]["benchmarks"])
 
 
-def requests(config: Config, points: Iterable[Point], files: Files) -> list[Request]:
-    """The cells at `points`, with their benchmarks. A request has the cells of one protocol, either
+def requests(config: Config, cells: Iterable[Cell], files: Files) -> list[Request]:
+    """The `cells` with their texts and benchmarks. A request has the cells of one protocol, either
     of shipped models or of other models. SettingsError with all mistakes in benchmarks and in texts
     (see `Cell.texts`)."""
     # (id of a model, id of an allocation that searches) -> the allocation with the model's
@@ -423,9 +392,9 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
         text = add_sources(_text(setting, name, files, changes={}), files)
         return replace(text, engine=engine) if engine else text
 
-    def cell_at(point: Point) -> Cell:
-        """The cell at `point`, with its texts and the search parameters of its model."""
-        cell = _with_routed_ratio(Cell(**dict(zip(AXES, point, strict=True))))
+    def completed(cell: Cell) -> Cell:
+        """The cell with its texts and the search parameters of its model."""
+        cell = _with_routed_ratio(cell)
         texts = {"flops": text_of("flops_text", config.flops_text, cell.calibration.engine)}
         if cell.allocation.search is not None:
             texts["search"] = text_of("allocation.search", cell.allocation.search)
@@ -443,16 +412,17 @@ def requests(config: Config, points: Iterable[Point], files: Files) -> list[Requ
     # (id of a protocol, whether the model is shipped) -> cells
     groups: dict[tuple[int, bool], list[Cell]] = {}
     with Mistakes() as mistakes:
-        for point in points:
+        for unfinished_cell in cells:
             with mistakes.caught():
-                cell = cell_at(point)
+                cell = completed(unfinished_cell)
                 groups.setdefault((id(cell.protocol), is_shipped(cell.model)), []).append(cell)
         study_requests: list[Request] = []
-        for cells in groups.values():
+        for group in groups.values():
+            first = group[0]
             with mistakes.caught():
-                settings = replace(config, suite=suite_of(config, cells[0].model, files))
-                cell_benchmarks = benchmarks(settings, cells[0].protocol, files)
-                study_requests.append((cells, [_hold_out(b, cells[0]) for b in cell_benchmarks]))
+                settings = replace(config, suite=suite_of(config, first.model, files))
+                group_benchmarks = benchmarks(settings, first.protocol, files)
+                study_requests.append((group, [_hold_out(b, first) for b in group_benchmarks]))
     return study_requests
 
 

@@ -80,5 +80,5 @@ def cells(
         overrides,
         [lists or {}, *further_lists],
     )
-    grid_cells = grid.requests(config or Config(), grid.points(draft, files), files)
+    grid_cells = grid.requests(config or Config(), grid.product_cells(draft, files), files)
     return [cell for part, _ in grid_cells for cell in part]
