@@ -51,7 +51,7 @@ BY_PRIOR = ("coverage", "proportional")
 
 Prior: TypeAlias = Annotated[
     str,
-    AfterValidator(lambda name: name if name == "none" else PRIORS.known("prior", name)),
+    AfterValidator(lambda name: name if name == "none" else PRIORS.known(name)),
 ]
 """Name of a prior in `PRIORS`, or none."""
 
