@@ -37,8 +37,7 @@ from moe_lab.study import garbage
 from moe_lab.study import run as running
 from moe_lab.study.commands import find
 from moe_lab.study.graph import Graph, build
-from moe_lab.study.integrity import STEP
-from moe_lab.study.provenance import provenance
+from moe_lab.study.provenance import STEP, provenance
 from moe_lab.study.record import Study, record_of
 from moe_lab.study.runs import create_run
 from moe_lab.study.status import COMMANDS

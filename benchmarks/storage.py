@@ -11,7 +11,7 @@ import tempfile
 from statistics import median
 
 from benchmarks.measure import parser, wall_seconds
-from moe_lab.study.integrity import damaged_files
+from moe_lab.study.provenance import damaged_files
 from moe_lab.study.step import Step
 from moe_lab.study.store import Store
 

@@ -18,8 +18,8 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged
 from moe_lab.result_files import finished_steps, read_record, start_of
 from moe_lab.study.claims import Busy
-from moe_lab.study.integrity import read_step
 from moe_lab.study.packing import PACKS, remove_from_packs
+from moe_lab.study.provenance import read_step
 from moe_lab.study.runs import GC_CLAIM, runs, steps_of_active_runs, studies
 from moe_lab.study.status import console, queued_jobs
 from moe_lab.study.store import SCRATCH, Store, rename_as_scratch

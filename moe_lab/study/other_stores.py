@@ -13,8 +13,8 @@ from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Document
 from moe_lab.result_files import start_of
 from moe_lab.study.claims import Busy
-from moe_lab.study.integrity import STEP, file_entry
 from moe_lab.study.packing import MANY, Packing, copy_packed
+from moe_lab.study.provenance import STEP, file_entry
 from moe_lab.study.schedule import inform
 from moe_lab.study.step import Step, unmerged
 from moe_lab.study.store import Store

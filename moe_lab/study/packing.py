@@ -20,7 +20,7 @@ from moe_lab.json_files import Damaged, Document
 from moe_lab.packs import PackedStep
 from moe_lab.result_files import start_of
 from moe_lab.study.claims import Busy, Claim
-from moe_lab.study.integrity import STEP, read_step
+from moe_lab.study.provenance import STEP, read_step
 from moe_lab.study.step import KINDS
 from moe_lab.study.store import Store, rename_as_scratch
 

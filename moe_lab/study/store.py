@@ -21,8 +21,7 @@ from moe_lab.packs import Packs, packs_in
 from moe_lab.paths import is_of_group, store_folder
 from moe_lab.result_files import ID_DIGITS, start_of
 from moe_lab.study.claims import LIMIT, Claim, Claims
-from moe_lab.study.integrity import STEP, damaged_files, seal
-from moe_lab.study.provenance import DISK_FULL_MESSAGE
+from moe_lab.study.provenance import DISK_FULL_MESSAGE, STEP, damaged_files, seal
 from moe_lab.study.step import Step, identity_document
 
 SCHEMA = 1

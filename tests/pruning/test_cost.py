@@ -502,14 +502,10 @@ def test_provenance_has_the_peak_memory_of_gpus(monkeypatch: pytest.MonkeyPatch)
         max_memory_allocated=lambda number: 7 + number,
         get_device_name=lambda number: f"GPU {number}",
     )
-    version = SimpleNamespace(cuda="12.8")
-    fake_torch = SimpleNamespace(cuda=cuda, get_num_threads=lambda: 3, version=version)
-    monkeypatch.setitem(sys.modules, "torch", fake_torch)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     record = provenance(time.time())
     assert record["peak_gpu_memory_bytes"] == 7 + 8
     assert record["gpus"] == ["GPU 0", "GPU 1"]
-    assert record["driver"]
-    assert record["threads"] == 3
     assert record["processor"]
 
 

@@ -36,7 +36,7 @@ from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import read
 from moe_lab.statistics.observe import Observer
-from moe_lab.study.integrity import read_step
+from moe_lab.study.provenance import read_step
 from moe_lab.study.schedule import InProcessExecutor, Schedule, StepError, work
 from moe_lab.study.slurm.jobs import update_from_store
 from moe_lab.study.step import Step, unmerged

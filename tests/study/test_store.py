@@ -16,7 +16,7 @@ from studies import run_until_killed, study_command
 
 from moe_lab.errors import UserError
 from moe_lab.paths import private_cache
-from moe_lab.study import integrity, other_stores, packing
+from moe_lab.study import other_stores, packing, provenance
 from moe_lab.study import store as storing
 from moe_lab.study.claims import Busy, Claim
 from moe_lab.study.runs import create_run
@@ -212,13 +212,13 @@ def state(folder: Path) -> dict[Path, Any]:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are hashed from now on."""
     names: list[str] = []
-    sha256 = integrity._sha256
+    sha256 = provenance._sha256
 
     def note_and_hash(file: Any) -> str:
         names.append(Path(file.name).name)
         return sha256(file)
 
-    monkeypatch.setattr(integrity, "_sha256", note_and_hash)
+    monkeypatch.setattr(provenance, "_sha256", note_and_hash)
     return names
 
 
