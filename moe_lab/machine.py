@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -44,15 +44,10 @@ def cores() -> int:
     limits = [os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits = [len(os.sched_getaffinity(0))]
-    # a group may use `quota` microseconds of processor time in each `period`
-    quota_pairs: list[Sequence[str]] = [
-        text.split() for text in _group_limits("cpu", file_v2="cpu.max")
-    ]
-    quotas = _group_limits("cpu", file_v1="cpu.cfs_quota_us")
-    periods = _group_limits("cpu", file_v1="cpu.cfs_period_us")
-    quota_pairs += zip(quotas, periods, strict=True)
-    for quota, period in quota_pairs:
-        if quota not in ("max", "-1"):  # these mean no limit
+    for text in _group_limits("cpu", "cpu.max"):
+        # a group may use `quota` microseconds of processor time in each `period`
+        quota, period = text.split()
+        if quota != "max":  # it means no limit
             limits.append(math.ceil(int(quota) / int(period)))
     # not all clusters bind processes to the processors that the job has requested
     if requested := os.environ.get("SLURM_CPUS_PER_TASK"):
@@ -107,10 +102,10 @@ def gpu_count() -> int:
     return int(completed.stdout or 0)
 
 
-def _group_limits(controller: str, file_v2: str = "", file_v1: str = "") -> Iterator[str]:
+def _group_limits(controller: str, file_v2: str, file_v1: str = "") -> Iterator[str]:
     """The texts of the files with a limit, of the control groups of this process and of all groups
     around them. `controller`: cpu or memory. `file_v2`, `file_v1`: name of the file in control
-    groups of version 2 and version 1; "" leaves out all groups of that version."""
+    groups of version 2 and version 1; "" leaves out groups of version 1."""
     for line in CONTROL_GROUPS.read_text().splitlines() if CONTROL_GROUPS.is_file() else []:
         # a line of version 1 names the controllers of the group, such as "4:cpu,cpuacct:/path"; a
         # line of version 2 names none, such as "0::/path"

@@ -199,12 +199,11 @@ def job_resources(
         too_large = [step for step in steps if not step.resources().fits(count, max_memory)]
         # without config.json, the memory is a guess, which is no reason to refuse the step
         if model and too_large and not gpu_options and config_of(model):
-            largest = max(too_large, key=lambda step: step.resources().memory or 0.0)
             can_divide = model.device in DEVICE_MAPS or resources[0].weights == "layers"
-            has_text = hasattr(largest, "text")
+            has_text = hasattr(too_large[0], "text")
             raise UserError(
-                f"{kind} of model={model.name} needs about "
-                f"{largest_memory([largest])}, and is divided among at most {count} GPUs of "
+                f"{kind} of model={model.name} needs about {largest_memory(too_large)}, and is "
+                f"divided among at most {count} GPUs of "
                 f"resources.gpu_memory={settings.gpu_memory:g} GiB: expected "
                 f"{'a smaller calibration.batch_tokens, ' if has_text else ''}"
                 f"resources.jobs={{{kind}: {{gpus: {count}}}}} where that is enough, "
