@@ -360,7 +360,6 @@ def plan(
     from moe_lab.config import AllocationConfig
     from moe_lab.config.base import validated
     from moe_lab.errors import UserError
-    from moe_lab.pruning.plan import ROUNDED
     from moe_lab.pruning.selection import count_ties, plan_from_scores
     from moe_lab.statistics.score_files import scores_table
 
@@ -385,17 +384,25 @@ def plan(
     plan = plan_from_scores(
         settings, values, facts["layers"], statistics.sums, provenance=provenance
     )
+    _warn_of_rounding_and_ties(plan, ratio, count_ties(plan, values, facts["layers"]))
+    return plan
+
+
+def _warn_of_rounding_and_ties(plan: Plan, ratio: float, tie_counts: Mapping[int, int]) -> None:
+    """Warn the caller of `plan` when rounding changed the removed share, and when scores are equal
+    at the cut. `tie_counts`: layer -> number of equal scores."""
+    from moe_lab.pruning.plan import ROUNDED
+
     if abs(plan.removed_share - ratio) > ROUNDED:
         warnings.warn(
-            f"plan: ratio={ratio:g} is rounded: {plan.removed_share:.3g} is removed", stacklevel=3
+            f"plan: ratio={ratio:g} is rounded: {plan.removed_share:.3g} is removed", stacklevel=4
         )
-    if tie_counts := count_ties(plan, values, facts["layers"]):
+    if tie_counts:
         warnings.warn(
             f"plan: {sum(tie_counts.values())} scores in {len(tie_counts)} layers are equal at the "
             "cut, where the lowest ids are dropped",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return plan
 
 
 @_checked
