@@ -64,8 +64,7 @@ def size_figure(results: Results, comparison: Comparison) -> Figure | None:
     target = mean_target(comparison, list(cells.index), names.HEAPR)
     if not target:
         return None
-    score, low, high = comparison.displayed_scores(target)
-    rows = cells.assign(y=score, low=low, high=high)
+    rows = cells.join(comparison.displayed_scores(target)).rename(columns={"score": "y"})
     rows = rows[["panel", "label", "method", "read", "y", "low", "high"]]
     y = charts.number("y", "mean of HEAPr's benchmarks", scale={"zero": False})
     layers = charts.lines(rows, _token_axis(rows["read"]), y, criterion_colours(rows))

@@ -130,19 +130,14 @@ def speed_table(results: Results) -> Table | None:
         **{column: (column, form) for column, form in SPEEDS.items()},
         WEIGHTS: (WEIGHTS, "{:,.2f}"),
         PEAK_MEMORY: (PEAK_MEMORY, "{:,.1f}"),
+        **{f"{column}{end}": f"{column}{end}" for end in (" low", " high") for column in SPEEDS},
     }
     rows = rows.astype({"batch_size": str, "prompt_length": str})
-    low, high = (
-        rows[[f"{name}{suffix}" for name in SPEEDS]].set_axis(list(SPEEDS), axis=1)
-        for suffix in (" low", " high")
-    )
     return Table(
         title="Throughput, latency and memory of requests",
         caption=f"Medians, with quartiles. {conditions(study)} {run_setup(study)}",
         **frame_and_formats(rows, columns),
-        best={PREFILL: "max", DECODE: "max", TIME_TO_FIRST_TOKEN: "min", TIME_PER_TOKEN: "min"},
-        low=low,
-        high=high,
+        lower_is_better={TIME_TO_FIRST_TOKEN, TIME_PER_TOKEN},
         optional=(PEAK_MEMORY,),
     )
 
@@ -182,14 +177,14 @@ def blocks_figure(results: Results, comparison: Comparison) -> Figure | None:
     if study.timings.empty:
         return None
     blocks = plans.channel_rounding(comparison.cells, study.reader)
-    axes = comparison.cells[["ratio", "recovery"]]
+    axes = comparison.cells[["ratio", "removed_text", "recovery"]]
     timed_blocks = requests(study).merge(blocks.join(axes), left_on="cell", right_index=True)
     # the largest requests
     prompt_tokens = timed_blocks["batch_size"] * timed_blocks["prompt_length"]
     timed_blocks = timed_blocks[prompt_tokens == prompt_tokens.max()]
     if len(timed_blocks) < 2:
         return None
-    removed = timed_blocks["ratio"].map(comparison.removed_text) + " pruned"
+    removed = timed_blocks["removed_text"] + " pruned"
     recoveries = timed_blocks["recovery"].map(names.recovery_name)
     timed_blocks["pruned"] = list(map(names.comma_joined, removed, recoveries))
     columns = ["ratio", "recovery", "device", "pruned", "block", "smallest"]

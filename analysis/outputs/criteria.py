@@ -221,7 +221,7 @@ def scoring_table(results: Results) -> Table | None:
         "where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"{SECONDS_NOTE}{machines_sentence(steps['machine'])}{run_setup(study)}",
         **frame_and_formats(rows, columns),
-        best={"Scoring time (s)": "min"},
+        lower_is_better={"Scoring time (s)"},
         optional=(GPU_PEAK,),
     )
 

@@ -36,9 +36,6 @@ from moe_lab.analysis.registry import REGISTERED, Results, output
 from moe_lab.analysis.render.table import SCORE, Table
 from moe_lab.analysis.stats.comparison import NORMAL_QUANTILE, Comparison, Target
 
-Number = tuple[float, float, float]
-"""A value, and the lower and upper end of its interval."""
-
 
 class Facts:
     """The cells and results of a study, with the calibration, search and evaluations of each
@@ -64,10 +61,12 @@ class Facts:
         return reader.json(reader.folder(name), file) or {}
 
     def add_protocol(
-        self, number: Number, cell: int, benchmarks: Iterable[str], caveats: Sequence[str]
+        self, number: pd.Series, cell: int, benchmarks: Iterable[str], caveats: Sequence[str]
     ) -> MeasuredNumber:
         """Add to a measured number how it was measured: the axes, calibration tokens and search of
-        its cell, and the cell's evaluations on the benchmarks that contribute to the number."""
+        its cell, and the cell's evaluations on the benchmarks that contribute to the number.
+
+        number: a row of `Comparison.displayed_scores`."""
         axes = self.cells[cell]
         tokens_of_sets = {
             self._tokens(calibration, axes["model"])
@@ -162,17 +161,13 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
             published_target = averaged_benchmarks(number, published_row)
             measured_target = _measured(comparison, published_target)
             if measured_target:
-                score, low, high = comparison.displayed_scores(measured_target)
+                scores = comparison.displayed_scores(measured_target)
                 seeds = len(comparison.plans_by_seed[cell])
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
                 caveats += _caveats_on_missing(comparison, published_target)
-                measured = (float(score[cell]), float(low[cell]), float(high[cell]))
-                yield (
-                    number,
-                    facts.add_protocol(
-                        measured, cell, comparison.weights(measured_target), caveats
-                    ),
-                )
+                benchmarks = comparison.weights(measured_target)
+                measured = facts.add_protocol(scores.loc[cell], cell, benchmarks, caveats)
+                yield number, measured
 
 
 def _measured(comparison: Comparison, target: Target) -> Target:
@@ -259,7 +254,10 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
     """
     study = facts.study
     pairs = [pair for comparison in comparisons for pair in _score_pairs(facts, comparison, name)]
-    rows = [_row(number, measured) for number, measured in pairs]
+    rows = [
+        {**_row(number, measured), "Measured low": measured.low, "Measured high": measured.high}
+        for number, measured in pairs
+    ]
     verdicts = [row["Verdict"] for row in rows]
     counts = [f"{tally(verdicts)}."] if rows else []
     return Table(
@@ -269,8 +267,6 @@ def published_table(facts: Facts, comparisons: Sequence[Comparison], name: str) 
         f"Deviation: measured minus printed, where the two are comparable. {score_setup(study)}",
         frame=pd.DataFrame(rows),
         formats=_FORMATS,
-        low=pd.DataFrame({"Measured": [measured.low for _, measured in pairs]}, dtype=float),
-        high=pd.DataFrame({"Measured": [measured.high for _, measured in pairs]}, dtype=float),
         footnotes=counts,
     )
 

@@ -125,15 +125,13 @@ def _displayed_rows(ranking: Ranking) -> Numbers:
         "Behind": "behind",
         "p": "p",
         "Status": "status",
+        f"{ranking.mean_name} low": "low",
+        f"{ranking.mean_name} high": "high",
+        "Behind low": "behind_low",
+        "Behind high": "behind_high",
     }
-    low, high = (
-        rows.rename(columns={end: ranking.mean_name, f"behind_{end}": "Behind"})[
-            [ranking.mean_name, "Behind"]
-        ]
-        for end in ("low", "high")
-    )
-    best = {ranking.mean_name: ranking.quantity.best}
-    return Numbers(display_frame(rows, columns), low, high, best)
+    lower_is_better = {ranking.mean_name} if ranking.quantity.lower_is_better else set()
+    return Numbers(display_frame(rows, columns), lower_is_better)
 
 
 def ranking_figure(results: Results) -> Figure:
@@ -248,14 +246,14 @@ def winner_table(study: Study, wins: pd.DataFrame, title: str) -> Table:
         "Lead": ("lead", SCORE),
         "p": ("p", "{:.4f}"),
         "p (Holm)": ("p_holm", SCORE),
+        "Lead low": "lead_low",
+        "Lead high": "lead_high",
     }
     return Table(
         title=title,
         caption=(f"{proved_wins_sentence(wins)} {_MEANING_OF_P} {score_setup(study)}"),
         **frame_and_formats(rows, columns),
         optional=("Lead", "p", "p (Holm)"),
-        low=wins[["lead_low"]].set_axis(["Lead"], axis=1),
-        high=wins[["lead_high"]].set_axis(["Lead"], axis=1),
     )
 
 

@@ -19,7 +19,7 @@ from moe_lab.analysis.outputs.captions import MEBIBYTE, score_setup
 from moe_lab.analysis.registry import Item, Results, output
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import MENUS, Figure
-from moe_lab.analysis.render.table import SCORE, UNPRUNED, Table
+from moe_lab.analysis.render.table import SCORE, UNPRUNED, Table, printed_columns
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.cell_scores import (
     MEAN,
@@ -29,7 +29,7 @@ from moe_lab.analysis.stats.cell_scores import (
     notes_on_average,
     scores,
 )
-from moe_lab.analysis.stats.comparison import Comparison, Target, mean_quantities
+from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
 from moe_lab.analysis.stats.quantity import AVG
 
 
@@ -181,14 +181,17 @@ def concatenate_numbers(parts: Iterable[Numbers | None]) -> Numbers | None:
     present_parts = [part for part in parts if part is not None]
     if not present_parts:
         return None
-    best: dict[str, str] = {}
-    for part in present_parts:
-        best |= part.best
-    frame, low, high = (
-        pd.concat([getattr(part, name) for part in present_parts], ignore_index=True)
-        for name in ("frame", "low", "high")
-    )
-    return Numbers(frame.dropna(axis="columns", how="all"), low, high, best)
+    frame = pd.concat([part.frame for part in present_parts], ignore_index=True)
+    lower_is_better = set[str]().union(*(part.lower_is_better for part in present_parts))
+    empty_columns = [name for name in printed_columns(frame) if frame[name].isna().all()]
+    return Numbers(without_columns(frame, empty_columns), lower_is_better)
+
+
+def without_columns(frame: pd.DataFrame, columns: Iterable[str]) -> pd.DataFrame:
+    """`frame` without some columns and the ends of their intervals."""
+    for column in columns:
+        frame = frame.drop(columns=[column, f"{column} low", f"{column} high"], errors="ignore")
+    return frame
 
 
 def numbers_table(
@@ -197,45 +200,21 @@ def numbers_table(
     last: Iterable[str] = (),
     **fields: Any,
 ) -> Table:
-    """A `Table` of the columns of `rows.frame`, with the intervals of `rows`. Benchmarks get their
-    display names.
+    """A `Table` of the columns of `rows.frame`, ends of intervals last.
 
-    formats: displayed column -> format. A column without an entry has the format SCORE if it has
-    intervals; otherwise, it is text. last: columns that follow all others, those in `rows.frame`;
-    fields: other fields of `Table`."""
+    formats: column -> format. A column without an entry has the format SCORE if it has intervals;
+    otherwise, it is text. last: columns that follow all others but the ends, those in
+    `rows.frame`; fields: other fields of `Table`."""
     last = [column for column in last if column in rows.frame]
-    columns = [column for column in rows.frame if column not in last]
-    frame, low, high = (
-        part.rename(columns=names.benchmark)
-        for part in (rows.frame[[*columns, *last]], rows.low, rows.high)
-    )
+    first = [column for column in printed_columns(rows.frame) if column not in last]
+    with_intervals = [column for column in (*first, *last) if f"{column} low" in rows.frame]
+    ends = [f"{column} {end}" for end in ("low", "high") for column in with_intervals]
     return Table(
-        frame=frame,
-        formats={**dict.fromkeys(map(str, low), SCORE), **(formats or {})},
-        best=rows.best,
-        low=low,
-        high=high,
+        frame=rows.frame[[*first, *last, *ends]],
+        formats={**dict.fromkeys(with_intervals, SCORE), **(formats or {})},
+        lower_is_better=rows.lower_is_better,
         **fields,
     )
-
-
-def scored_rows(
-    comparison: Comparison, text: pd.DataFrame, targets: Mapping[str, Target]
-) -> Numbers:
-    """Scores of cells on `targets`, beside the columns of `text`, which has a row per cell.
-
-    targets: see `column_targets`."""
-    numbers = scores(comparison, list(text.index), targets)
-    return replace(numbers, frame=pd.concat([text, numbers.frame], axis=1))
-
-
-def add_differences(numbers: Numbers, column: str, estimates: pd.DataFrame) -> None:
-    """Add a column of differences with their intervals; it is NaN for cells without a difference.
-
-    estimates: see `differences`."""
-    numbers.frame[column] = estimates["difference"]
-    numbers.low[column] = estimates["low"]
-    numbers.high[column] = estimates["high"]
 
 
 def _rows(
@@ -252,11 +231,12 @@ def _rows(
     if comparison.unpruned_cell is not None:
         labels = pd.concat([pd.Series({comparison.unpruned_cell: UNPRUNED}), labels])
     text = {"Model": comparison.model, "Pruned": _pruned_text(block), "Criterion": labels}
-    numbers = scored_rows(comparison, pd.DataFrame(text), targets)
+    numbers = scores(comparison, pd.DataFrame(text), targets)
     if block.base is not None:
         base_of_cell = {cell: block.base for cell in cells if cell != block.base}
         estimates = differences(comparison, list(targets.values())[-1], base_of_cell)
-        add_differences(numbers, DIFFERENCE, estimates)
+        difference_columns = [DIFFERENCE, f"{DIFFERENCE} low", f"{DIFFERENCE} high"]
+        numbers.frame[difference_columns] = estimates[["difference", "low", "high"]]
         is_tested = [comparison.all_have_several_seeds((cell, block.base)) for cell in base_of_cell]
         numbers.frame[P] = estimates["p"][is_tested]
     for column, cost in costs.items():
@@ -301,17 +281,17 @@ def cost_figure(table: Table, costs: Sequence[str], score: str) -> Figure | None
 
     score, costs: columns of numbers.
     """
-    if table.low is None or table.high is None or score not in table.low:
+    if f"{score} low" not in table.frame:
         return None
     rows = table.frame.assign(
         label=table.frame["Criterion"],
         line=table.frame.filter(["Criterion", "Calibration"]).agg(" ".join, axis=1),
         is_pruned=table.frame["Criterion"] != UNPRUNED,
         y=table.frame[score],
-        low=table.low[score],
-        high=table.high[score],
+        low=table.frame[f"{score} low"],
+        high=table.frame[f"{score} high"],
     )
-    sign = -1 if table.best[score] == "min" else 1
+    sign = -1 if score in table.lower_is_better else 1
     frames = []
     for model, model_rows in rows.groupby("Model", sort=False):
         for cost in rows.columns.intersection(list(costs)):

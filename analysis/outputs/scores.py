@@ -22,18 +22,26 @@ from moe_lab.analysis.outputs.score_rows import (
     concatenate_numbers,
     listed_cells,
     numbers_table,
-    scored_rows,
+    without_columns,
 )
 from moe_lab.analysis.registry import Item, Results, output
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
-from moe_lab.analysis.render.table import CELL_COLUMNS, RANK, SCORE, Table, display_frame
+from moe_lab.analysis.render.table import (
+    CELL_COLUMNS,
+    RANK,
+    SCORE,
+    Table,
+    display_frame,
+    printed_columns,
+)
 from moe_lab.analysis.stats.cell_scores import (
     Numbers,
     column_targets,
     mean_definitions,
     notes_on_average,
     rank_block,
+    scores,
 )
 from moe_lab.analysis.stats.comparison import Comparison, mean_quantities
 from moe_lab.analysis.stats.uncertainty import CONFIDENCE
@@ -59,14 +67,14 @@ def rank_table(results: Results, criteria: Sequence[str] | None = None) -> Table
     text_columns = [*PANEL_COLUMNS, "Criterion"]
     averages = [*(name for name in mean_quantities(comparisons) if name in rows.frame), "Avg Rank"]
     other_columns = (*text_columns, *averages)
-    score_columns = [str(column) for column in rows.frame if column not in other_columns]
+    score_columns = [name for name in printed_columns(rows.frame) if name not in other_columns]
     proved_wins = {
         (
             win["model"],
             win["pruned"],
             names.calibration(win["calibration"]),
             names.method(win["winners"][0]),
-            win["column"],
+            names.benchmark(win["column"]),
         )
         for win in records(results.winners)
         if win["proved"]
@@ -129,9 +137,9 @@ def task_specific_table(results: Results, criteria: Sequence[str] | None = None)
     if rows is None:
         return None
     shown = [*PANEL_COLUMNS, "Criterion", *columns, "Avg Rank"]
-    frame = rows.frame[rows.frame.columns.intersection(shown)]
+    others = [column for column in printed_columns(rows.frame) if column not in shown]
     return numbers_table(
-        replace(rows, frame=frame),
+        replace(rows, frame=without_columns(rows.frame, others)),
         {"Avg Rank": RANK},
         last=(*columns, "Avg Rank"),
         title="Calibrated on the task",
@@ -157,7 +165,7 @@ def benchmark_table(results: Results) -> Table | None:
     for comparison in results.measured:
         cells = listed_cells(comparison)
         targets = column_targets(comparison, list(cells.index), benchmarks)
-        blocks.append(scored_rows(comparison, display_frame(cells, CELL_COLUMNS), targets))
+        blocks.append(scores(comparison, display_frame(cells, CELL_COLUMNS), targets))
     rows = concatenate_numbers(blocks)
     if rows is None:
         return None
@@ -272,14 +280,15 @@ def _blocks(
     has_seeds = [comparison.all_have_several_seeds([cell]) for _, cell in half_width.index]
     half_width.loc[has_seeds] = float("nan")
     numbers = items.groupby(["benchmark", "cell"]).mean().join(mean.add_prefix("Δ "))
-    low, high = ((mean + sign * half_width).add_prefix("Δ ") for sign in (-1, 1))
-    shown = [text for column in columns for text in (column, f"Δ {column}")]
+    for end, sign in (("low", -1), ("high", 1)):
+        ends = (mean + sign * half_width).add_prefix("Δ ").add_suffix(f" {end}")
+        numbers = numbers.join(ends)
+    shown = []
+    for column in columns:
+        shown += [column, f"Δ {column}", f"Δ {column} low", f"Δ {column} high"]
     with_texts = numbers.index.get_level_values("benchmark")
     for benchmark in comparison.benchmark_scores.columns.intersection(with_texts):
         frame = display_frame(cells, CELL_COLUMNS)
         frame.insert(1, "Benchmark", names.benchmark(benchmark))
-        frame["Score"], _, _ = comparison.displayed_scores((benchmark,))
-        frame = frame.join(numbers.loc[benchmark, shown], how="inner")
-        rows = pd.MultiIndex.from_product([[benchmark], frame.index])
-        ends = [part.reindex(rows).set_axis(frame.index) for part in (low, high)]
-        yield Numbers(frame, *ends)
+        frame["Score"] = comparison.displayed_scores((benchmark,))["score"]
+        yield Numbers(frame.join(numbers.loc[benchmark, shown], how="inner"))

@@ -75,7 +75,12 @@ def write(page: Page, path: Path, library: str) -> None:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"bind": _bind_percent_signs, "caption": _caption, "id": identifier}
+    environment.filters |= {
+        "bind": _bind_percent_signs,
+        "caption": _caption,
+        "columns": table.printed_columns,
+        "id": identifier,
+    }
     files = {
         name: (_TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,23 +26,26 @@ class Table:
     title: str
     caption: str
     frame: pd.DataFrame
-    """Columns have display names; text columns come first, then numbers."""
+    """Columns have display names; text columns come first, then numbers. `X low` and `X high` are
+    no columns of their own, but the ends of the 95 % interval of a column `X`."""
     formats: Mapping[str, str]
     """Number column -> format of its numbers; all other columns are text. Here and below, columns
     that are not in `frame` mean nothing."""
-    best: Mapping[str, str] = field(default_factory=dict)
-    """Number column -> "max" if more is better, "min" if less is."""
+    lower_is_better: Collection[str] = ()
+    """Number columns in which less is better."""
     bold: pd.DataFrame | None = None
     """Booleans: numbers that are separated by a test from what they stand together with."""
-    low: pd.DataFrame | None = None
-    """Lower ends of 95 % intervals, for the columns that have intervals."""
-    high: pd.DataFrame | None = None
-    """Upper ends of 95 % intervals."""
     footnotes: Sequence[str] = ()
     optional: Sequence[str] = ()
     """Number columns in which a missing number is not a gap, because not every row has one."""
     name: str = ""
     """Stem of the table's files, such as unified.table1; see `Output.items`."""
+
+
+def printed_columns(frame: pd.DataFrame) -> list[str]:
+    """The columns of a `Table.frame` without the ends of intervals."""
+    ends = {f"{column} {end}" for column in frame for end in ("low", "high")}
+    return [str(column) for column in frame if column not in ends]
 
 
 GAP = "–"
@@ -114,11 +117,7 @@ def format_number(value: object, form: str) -> str:
 @lru_cache(maxsize=128)
 def footnotes(table: Table) -> list[str]:
     """`Table.footnotes`, between a note on the columns in which less is better and one on gaps."""
-    lower_is_better = [
-        column
-        for column, direction in table.best.items()
-        if direction == "min" and column in table.frame
-    ]
+    lower_is_better = [column for column in table.frame if column in table.lower_is_better]
     # the unpruned model has no rank, and other rows lack it only beside a gap
     required = [name for name in table.formats if name not in (*table.optional, "Avg Rank")]
     is_gap = table.frame[table.frame.columns.intersection(required)].isna()
@@ -140,32 +139,25 @@ def printed_frame(table: Table) -> pd.DataFrame:
 
 @lru_cache(maxsize=128)
 def printed_texts(table: Table) -> pd.DataFrame:
-    """`printed_frame` with its numbers as formatted texts."""
-    columns = {
-        str(column): [
-            format_number(value, table.formats[str(column)]) if column in table.formats else value
-            for value in values
-        ]
-        for column, values in printed_frame(table).items()
-    }
-    return pd.DataFrame(columns, index=table.frame.index)
+    """The printed columns of `printed_frame`, with numbers as formatted texts."""
+    frame = printed_frame(table)[printed_columns(table.frame)]
+    for column in frame.columns.intersection(list(table.formats)):
+        form = table.formats[column]
+        frame[column] = [format_number(value, form) for value in frame[column]]
+    return frame
 
 
 def csv(table: Table) -> str:
     """The table as CSV. Numbers have six significant digits, and a gap is an empty field. The ends
     of intervals are in columns such as `Avg low`."""
-    frame = printed_frame(table).copy()
-    for end, values in (("low", table.low), ("high", table.high)):
-        if values is not None:
-            for column in values.columns.intersection(table.frame.columns):
-                frame[f"{column} {end}"] = values[column].to_numpy()
+    frame = printed_frame(table)
     return str(frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
 
 
 def markdown(table: Table) -> str:
     """The table as Markdown. Numbers that a test separates are bold."""
-    align = [("---:" if column in table.formats else ":---") for column in table.frame]
     texts = _marked_frame(table, "**{}**", str)
+    align = [("---:" if column in table.formats else ":---") for column in texts]
     lines: list[Any] = [list(texts), align, *texts.itertuples(index=False)]
     body = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
     notes = "".join(f"\n{note}\n" for note in footnotes(table))
@@ -176,7 +168,7 @@ def latex(table: Table) -> str:
     """The table as LaTeX for the package booktabs. Numbers that a test separates are bold."""
     texts = _marked_frame(table, r"\textbf{{{}}}", _tex)
     caption = _tex(" ".join([f"{table.title}.", table.caption, *footnotes(table)]))
-    align = "".join("r" if column in table.formats else "l" for column in table.frame)
+    align = "".join("r" if column in table.formats else "l" for column in printed_texts(table))
     # Styler.to_latex would take a tenth of a report's time
     header, *body = (" & ".join(row) for row in [list(texts), *texts.to_numpy().tolist()])
     lines = [
@@ -218,10 +210,10 @@ def content(table: Table) -> dict[str, Any]:
     """The table for the page's script: rows with the HTML of their cells, and, by number of a row,
     the ratio by which the page filters the row of an unpruned model."""
     rows = _marked_frame(table, "<b>{}</b>", html.escape)
-    if table.low is not None and table.high is not None:
-        for column in table.low.columns.intersection(table.frame.columns):
-            form = "{:.2f} to {:.2f}" if table.formats[column] == SCORE else "{:.1f} to {:.1f}"
-            ends = zip(table.low[column], table.high[column], strict=True)
+    for column, form in table.formats.items():
+        if f"{column} low" in table.frame:
+            form = "{:.2f} to {:.2f}" if form == SCORE else "{:.1f} to {:.1f}"
+            ends = zip(table.frame[f"{column} low"], table.frame[f"{column} high"], strict=True)
             rows[html.escape(column)] += [
                 "" if pd.isna(low + high) else f"<small>{_with_minus_signs(form.format(low, high))}"
                 for low, high in ends

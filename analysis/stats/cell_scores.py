@@ -32,14 +32,12 @@ COMMON_SENSE_MEAN = "CSQA Avg"
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Numbers of cells (rows), with the ends of 95 % intervals for the columns that have
-    intervals."""
+    """Numbers of cells."""
 
     frame: pd.DataFrame
-    low: pd.DataFrame
-    high: pd.DataFrame
-    best: dict[str, str] = field(default_factory=dict)
-    """Displayed name of a column -> `max` or `min`, whichever is the best."""
+    """A row per cell. The columns `X low` and `X high` are the ends of the 95 % interval of `X`."""
+    lower_is_better: set[str] = field(default_factory=set)
+    """Columns in which less is better."""
 
 
 def mean_definitions(comparisons: Iterable[Comparison]) -> str:
@@ -110,18 +108,18 @@ def column_targets(
     return {names.benchmark(name): targets[name] for name in requested_names if targets.get(name)}
 
 
-def scores(comparison: Comparison, cells: Sequence[int], targets: Mapping[str, Target]) -> Numbers:
-    """Scores of `cells` (rows) on `targets` (columns) with intervals, as tables show them: with
-    perplexities in place of their logarithms.
+def scores(comparison: Comparison, text: pd.DataFrame, targets: Mapping[str, Target]) -> Numbers:
+    """Scores of cells on `targets` with intervals, after the columns of `text`, which has a row per
+    cell.
 
-    targets: name of a column -> its target.
+    targets: displayed column -> its target.
     """
-    frame, low, high = (pd.DataFrame(index=list(cells)) for _ in range(3))
-    numbers = Numbers(frame, low, high)
+    numbers = Numbers(text.copy())
     for name, target in targets.items():
-        frame[name], low[name], high[name] = comparison.displayed_scores(target)
-        # by display name, unlike the columns of `frame`, `low` and `high`
-        numbers.best[names.benchmark(name)] = comparison.quantity(target).best
+        columns = [name, f"{name} low", f"{name} high"]
+        numbers.frame[columns] = comparison.displayed_scores(target)
+        if comparison.quantity(target).lower_is_better:
+            numbers.lower_is_better.add(name)
     return numbers
 
 
@@ -151,29 +149,28 @@ def rank_block(
     """A block of Table 1 of Unified Expert Pruning: a row for the unpruned model, and a row for
     each method of the panel. The index is the cells.
 
-    Columns: the displayed columns of the panel; the mean over those of
-    `Comparison.average_columns`; `Avg Rank`;
-    `Model`, `Pruned`, `Calibration` and `Criterion`.
+    Columns: `Model`, `Pruned`, `Calibration` and `Criterion`; the displayed columns of the panel;
+    the mean over those of `Comparison.average_columns`; `Avg Rank`.
 
     criteria: keys of the methods in the block; None for all.
     """
     cells = {key: cell for key, cell in panel.cells.items() if criteria is None or key in criteria}
     unpruned = {} if comparison.unpruned_cell is None else {"none": comparison.unpruned_cell}
     cell_of_row = {**unpruned, **cells}
-    average_columns = comparison.average_columns(panel.columns)
-    targets = {
-        **{column: (column,) for column in panel.columns},
-        comparison.quantity(average_columns).mean_name: average_columns,
+    text = {
+        "Model": comparison.model,
+        "Pruned": panel.pruned_text,
+        "Calibration": names.calibration(panel.calibration),
+        "Criterion": list(map(names.method, cell_of_row)),
     }
-    numbers = scores(comparison, list(cell_of_row.values()), targets)
-    frame = numbers.frame
-    scores_of_methods = frame.loc[list(cells.values()), list(panel.columns)]
-    frame["Avg Rank"] = ranks.average_rank(
-        scores_of_methods, lower_is_better=comparison.lower_is_better
+    targets: dict[str, Target] = {names.benchmark(column): (column,) for column in panel.columns}
+    score_columns = list(targets)
+    average_columns = comparison.average_columns(panel.columns)
+    targets[comparison.quantity(average_columns).mean_name] = average_columns
+    numbers = scores(comparison, pd.DataFrame(text, index=list(cell_of_row.values())), targets)
+    scores_of_methods = numbers.frame.loc[list(cells.values()), score_columns]
+    numbers.frame["Avg Rank"] = ranks.average_rank(
+        scores_of_methods, lower_is_better=numbers.lower_is_better
     )
-    numbers.best["Avg Rank"] = "min"
-    frame["Model"] = comparison.model
-    frame["Pruned"] = panel.pruned_text
-    frame["Calibration"] = names.calibration(panel.calibration)
-    frame["Criterion"] = list(map(names.method, cell_of_row))
+    numbers.lower_is_better.add("Avg Rank")
     return numbers

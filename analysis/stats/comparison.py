@@ -137,10 +137,6 @@ class Comparison:
         scores = {column: self.score((column,)) for column in self.benchmarks_of}
         return pd.DataFrame(scores, self.cells.index)
 
-    def removed_text(self, ratio: float) -> str:
-        """The shares that were really removed at this ratio: `28.1 to 29 % (30 % requested)`."""
-        return str(self.cells.loc[self.cells["ratio"] == ratio, "removed_text"].iloc[0])
-
     def evaluated_columns(self, cells: Iterable[int]) -> Target:
         """Displayed columns on which at least one of these cells was evaluated."""
         return _columns_with_numbers(self.column_scores.loc[list(cells)])
@@ -209,11 +205,12 @@ class Comparison:
         """Score of each cell: the mean of `plan_scores` over the cell's plans with a score."""
         return self._seed_means(self.plan_scores(target).to_frame("score"))["score"]
 
-    def displayed_scores(self, target: Target) -> tuple[pd.Series, pd.Series, pd.Series]:
-        """(score, low end, high end) of every cell, in the unit of tables and figures."""
-        to_displayed = self.quantity(target).to_displayed
+    def displayed_scores(self, target: Target) -> pd.DataFrame:
+        """Columns `score`, `low` and `high` (ends of the interval) of every cell, as tables and
+        figures show them: with perplexities in place of their logarithms."""
         low, high = self.interval(target)
-        return to_displayed(self.score(target)), to_displayed(low), to_displayed(high)
+        scores = pd.DataFrame({"score": self.score(target), "low": low, "high": high})
+        return pd.DataFrame(self.quantity(target).to_displayed(scores))
 
     @_cached_by_target
     def interval(self, target: Target) -> tuple[pd.Series, pd.Series]:

@@ -39,11 +39,6 @@ class Quantity:
         """1 if more is better, -1 if less is better."""
         return -1 if self.lower_is_better else 1
 
-    @property
-    def best(self) -> str:
-        """`min` if the smallest of several numbers is the best, `max` if the largest is."""
-        return "min" if self.lower_is_better else "max"
-
     def sort_best_first(self, numbers: pd.Series) -> pd.Series:
         """Sort numbers from the best to the worst, NaN last."""
         return numbers.sort_values(

@@ -140,27 +140,20 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     comparison = group.comparison
     target = group.target
     quantity = group.quantity
-    score = comparison.score(target)
-    low, high = comparison.interval(target)
-    order = quantity.sort_best_first(score[group.cells.index]).index
+    scores = comparison.displayed_scores(target)
+    order = quantity.sort_best_first(scores["score"][group.cells.index]).index
     scores_of_seeds = [comparison.seed_scores(target, cell) for cell in order]
-    unpruned_score = np.nan
-    if comparison.unpruned_cell is not None:
-        unpruned_score = float(quantity.to_displayed(score[comparison.unpruned_cell]))
-    # `score`, `low` and `high` are converted for display by `_add_verdicts`
-    rows = group.cells.loc[
-        order, ["criterion", "method", "calibration", "granularity", "recovery"]
-    ].assign(
+    unpruned_score = float(scores["score"].get(comparison.unpruned_cell, np.nan))
+    columns = ["criterion", "method", "calibration", "granularity", "recovery"]
+    rows = group.cells.loc[order, columns].join(scores)
+    rows = rows.assign(
         seeds=list(map(len, scores_of_seeds)),
         over=[
-            f"{len(scores)} seeds and items" if len(scores) > 1 else "items"
-            for scores in scores_of_seeds
+            f"{len(of_cell)} seeds and items" if len(of_cell) > 1 else "items"
+            for of_cell in scores_of_seeds
         ],
-        score=score[order],
-        low=low[order],
-        high=high[order],
-        spread=[quantity.to_displayed(scores).std(ddof=1) for scores in scores_of_seeds],
-        share=quantity.to_displayed(score[order]) / unpruned_score,
+        spread=[quantity.to_displayed(of_cell).std(ddof=1) for of_cell in scores_of_seeds],
+        share=rows["score"] / unpruned_score,
     )
     # a comparison with chance is corrected for the number of plans in all groups of the model
     plans_tested = sum(other.plans_tested for other in groups if other.comparison is comparison)
@@ -193,16 +186,13 @@ def _add_verdicts(
     rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
     """Add the columns `rank`, `verdict`, `behind`, `behind_low`, `behind_high`, `p` and `status`,
-    see `Ranking.rows`. Convert the columns `score`, `low` and `high` by `Quantity.to_displayed`.
+    see `Ranking.rows`.
 
     - methods: labels of the rows to compare, best first
     - leads: for each method but the first, the first method's score minus this method's score,
       before conversion
     """
-    displayed_columns = {
-        column: quantity.to_displayed(rows[column]) for column in ("score", "low", "high")
-    }
-    printed_scores = displayed_columns["score"].round(PRINTED_DECIMALS)
+    printed_scores = rows["score"].round(PRINTED_DECIMALS)
     verdicts = {}  # label of a row -> verdict
     tests = {}  # label of a row -> values of the columns `behind` to `p`
     for method, lead in zip(methods[1:], leads, strict=True):
@@ -210,7 +200,7 @@ def _add_verdicts(
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
-        best_score = rows["score"][methods[0]]
+        best_score = quantity.to_computed(rows["score"][methods[0]])
         tests[method] = [*quantity.displayed_estimate(best_score, gap_to_best), gap_to_best.p]
         # set in the loop, because a method without others to compare it with gets no verdict
         verdicts[methods[0]] = BEST
@@ -222,7 +212,6 @@ def _add_verdicts(
     stated_verdict = verdict.mask(rows["chance"].isin((WITHIN_CHANCE, BELOW_CHANCE)), "")
     status = pd.Series(map(names.comma_joined, rows["chance"], stated_verdict), rows.index)
     return rows.assign(
-        **displayed_columns,
         rank=(-quantity.sign * printed_scores).rank(method="min"),
         verdict=verdict,
         **pd.DataFrame.from_dict(tests, "index", float, test_columns).reindex(rows.index),
@@ -259,11 +248,11 @@ def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
 def _add_chance(
     rows: pd.DataFrame, chance: Mapping[Kind, Chance], plans_tested: int, quantity: Quantity
 ) -> pd.DataFrame:
-    """Add the columns `chance`, `chance_low` and `chance_high`, see `Ranking.rows`. Scores in
-    `rows` are not yet converted for display."""
+    """Add the columns `chance`, `chance_low` and `chance_high`, see `Ranking.rows`."""
     limits = {kind: chance_of_kind.limits(plans_tested) for kind, chance_of_kind in chance.items()}
     kinds = zip(rows["granularity"], rows["recovery"], strict=True)
-    low, high = np.transpose([limits.get(kind, (np.nan, np.nan)) for kind in kinds])
+    limits_of_rows = [limits.get(kind, (np.nan, np.nan)) for kind in kinds]
+    low, high = quantity.to_displayed(np.transpose(limits_of_rows))
     better = np.where(rows["score"] > high, 1, np.where(rows["score"] < low, -1, 0))
     status = pd.Series(quantity.sign * better, rows.index).map(
         {1: ABOVE_CHANCE, 0: WITHIN_CHANCE, -1: BELOW_CHANCE}
@@ -271,8 +260,8 @@ def _add_chance(
     is_unknown = np.isnan(low) | rows["score"].isna() | rows["criterion"].isin(RANDOM)
     return rows.assign(
         chance=status.mask(is_unknown, ""),
-        chance_low=quantity.to_displayed(low),
-        chance_high=quantity.to_displayed(high),
+        chance_low=low,
+        chance_high=high,
     )
 
 
@@ -313,23 +302,21 @@ def _ranking_over_models(
     quantity = model_rankings[0].quantity
     table = quantity.to_computed(plans[["score"]])
     table = table.loc[quantity.sort_best_first(table.mean(axis=1)).index]
-    unpruned_score = float(
-        quantity.to_displayed(
-            np.mean([quantity.to_computed(ranking.unpruned_score) for ranking in model_rankings])
-        )
-    )
+    unpruned_scores = quantity.to_computed([ranking.unpruned_score for ranking in model_rankings])
+    unpruned_score = float(quantity.to_displayed(np.mean(unpruned_scores)))
     scores = table.to_numpy(float)
     means = [uncertainty.crossed_estimate([uncertainty.blocks(row[None])]) for row in scores]
-    low, high = np.transpose([mean.interval for mean in means])
+    ends = [(mean.value, *mean.interval) for mean in means]
+    score, low, high = quantity.to_displayed(np.transpose(ends))
     rows = table.index.to_frame(index=False).assign(
         # the smallest number of seeds on a model
         seeds=plans[["seeds"]].min(axis=1)[table.index].to_numpy(),
         over=names.count(len(model_rankings), "model"),
-        score=[mean.value for mean in means],
+        score=score,
         low=low,
         high=high,
         spread=quantity.to_displayed(scores).std(axis=1, ddof=1),
-        share=[quantity.to_displayed(mean.value) / unpruned_score for mean in means],
+        share=score / unpruned_score,
         chance="",
     )
     methods = _comparable_methods(rows)
@@ -452,13 +439,17 @@ def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
         )
     ]
     for column in comparison.benchmarks_of:
-        score, low, high = comparison.displayed_scores((column,))
-        scores = pd.DataFrame({"score": score, "low": low, "high": high}).loc[plans.index]
-        unpruned = score.get(comparison.unpruned_cell, np.nan)
-        sign = comparison.quantity((column,)).sign
-        scores = scores.assign(Metric=names.benchmark(column), unpruned=unpruned, sign=sign)
-        # only averages are compared with chance and tested
-        frames.append(scores.assign(status="", is_open=True))
+        scores = comparison.displayed_scores((column,))
+        frames.append(
+            scores.loc[plans.index].assign(
+                Metric=names.benchmark(column),
+                unpruned=scores["score"].get(comparison.unpruned_cell, np.nan),
+                sign=comparison.quantity((column,)).sign,
+                # only averages are compared with chance and tested
+                status="",
+                is_open=True,
+            )
+        )
     rows = pd.concat([frame.assign(**texts) for frame in frames])
     kept = (rows["score"] / rows["unpruned"]) ** rows.pop("sign")
     return rows.assign(kept=kept.replace(np.inf, np.nan)).dropna(subset=["score"])

@@ -10,7 +10,7 @@ by these rules, up to rounding:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pandas as pd
@@ -35,7 +35,7 @@ def displayed_columns(evaluated_benchmarks: Sequence[str]) -> dict[str, tuple[st
     }
 
 
-def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.DataFrame:
+def column_ranks(columns: pd.DataFrame, *, lower_is_better: Collection[str] = ()) -> pd.DataFrame:
     """Rank of each row in each column, by numbers rounded to PRINTED_DECIMALS: rank 1 has the
     highest number, or the lowest in the columns `lower_is_better`. Equal numbers get the mean of
     their ranks."""
@@ -43,7 +43,7 @@ def column_ranks(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) 
     return (columns.astype(float).round(PRINTED_DECIMALS) * signs).rank()
 
 
-def average_rank(columns: pd.DataFrame, *, lower_is_better: Sequence[str] = ()) -> pd.Series:
+def average_rank(columns: pd.DataFrame, *, lower_is_better: Collection[str] = ()) -> pd.Series:
     """Avg Rank of each row by the papers' rule: the mean of `column_ranks` over the columns. The
     caller must leave out the unpruned model."""
     ranks = column_ranks(columns, lower_is_better=lower_is_better)

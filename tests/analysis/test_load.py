@@ -320,7 +320,7 @@ def test_inconsistent_scores_have_intervals_of_their_error(store: Path, scale: s
         )
     [comparison] = Results(load(store, "made_up")).measured
     assert "gsm8k" in comparison.lower_is_better
-    score, low, high = (float(column[3]) for column in comparison.displayed_scores(("gsm8k",)))
+    score, low, high = comparison.displayed_scores(("gsm8k",)).loc[3]
     ratio = math.exp(0.98 / 13)
     ends = (13 - 0.98, 13 + 0.98) if scale == "loss" else (13 / ratio, 13 * ratio)
     assert (score, low, high) == pytest.approx((13, *ends))

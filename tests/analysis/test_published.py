@@ -396,9 +396,9 @@ def test_mean_of_a_table_is_over_the_benchmarks_of_its_paper(table: tuple[str, s
         if table == ("coverage", "9"):
             continue  # it prints averages alone, those of the reply
         result = comparison(printed)
-        cells = list(result.cells.index)
-        ours = scores(result, cells, column_targets(result, cells, (*LISTS[table], MEAN))).frame
-        assert list(ours) == [*(names.benchmark(name) for name in LISTS[table]), MEAN]
+        targets = column_targets(result, list(result.cells.index), (*LISTS[table], MEAN))
+        assert list(targets) == [*(names.benchmark(name) for name in LISTS[table]), MEAN]
+        ours = scores(result, result.cells, targets).frame
         by_key = {number.key: number for number in printed if number.benchmark == AVERAGE}
         for (_, key), value in zip(result.cells[KEY].iterrows(), ours[MEAN], strict=True):
             average = by_key.get(tuple(key))

@@ -391,7 +391,7 @@ def test_gains_of_searches_are_differences_of_pairs(searches: Searches) -> None:
     gains = table.frame["Difference"]
     assert gains[[2, 5]].tolist() == pytest.approx([estimate.value for estimate in estimates])
     assert gains[[1, 4]].isna().all()
-    assert table.low["Difference"][[2, 5]].tolist() == [e.interval[0] for e in estimates]
+    assert table.frame["Difference low"][[2, 5]].tolist() == [e.interval[0] for e in estimates]
     p_values = uncertainty.holm(np.array([estimate.p for estimate in estimates]))
     assert table.frame["p (Holm)"][[2, 5]].tolist() == pytest.approx(p_values)
 
@@ -464,21 +464,14 @@ def test_benchmarks_are_read_from_the_plan_of_their_domain(tmp_path: Path) -> No
 @pytest.fixture
 def table() -> Table:
     frame = pd.DataFrame(
-        {"Criterion": ["Unpruned", "MAN", "REAP", "EAN"], "GSM8K": [0.9, 0.5, 0.5, np.nan]}
+        {
+            "Criterion": ["Unpruned", "MAN", "REAP", "EAN"],
+            "GSM8K": [0.9, 0.5, 0.5, np.nan],
+            "GSM8K low": [0.8, 0.4, 0.4, np.nan],
+            "GSM8K high": [1, 0.6, 0.6, np.nan],
+        }
     )
-    low = pd.DataFrame({"GSM8K": [0.8, 0.4, 0.4, np.nan]})
-    formats = {"GSM8K": "{:.3f}"}
-    best = {"GSM8K": "max"}
-    return Table(
-        "A 50 % table",
-        "It_s caption.",
-        frame,
-        formats,
-        best=best,
-        low=low,
-        high=low + 0.2,
-        name="t",
-    )
+    return Table("A 50 % table", "It_s caption.", frame, {"GSM8K": "{:.3f}"}, name="t")
 
 
 def test_markdown_marks_what_is_separated_and_gaps(table: Table) -> None:
@@ -546,9 +539,11 @@ def test_degeneration_is_compared_with_the_unpruned_model(tmp_path: Path, result
     loops, differences = table.frame["Loops"].tolist(), table.frame["Δ Loops"].tolist()
     assert [*loops, differences[1]] == pytest.approx([1 / 6, 0.8, 0.6])
     # the standard error of 1, 1, 0, 0, 1, and Student's t with four degrees of freedom
-    assert table.low["Δ Loops"][1] == pytest.approx(0.6 - 2.776 * np.sqrt(1.2 / 4 / 5), abs=1e-3)
+    assert table.frame["Δ Loops low"][1] == pytest.approx(
+        0.6 - 2.776 * np.sqrt(1.2 / 4 / 5), abs=1e-3
+    )
     assert table.frame["Δ Characters"][1] == 20
-    assert np.isnan(table.low["Δ Characters"][1]), "all pairs agree"
+    assert np.isnan(table.frame["Δ Characters low"][1]), "all pairs agree"
     assert "Empty" not in table.frame, "no text is empty"
     assert figure.rows["share"].tolist() == pytest.approx([1 / 6, 0.8])
     assert not find("degeneration").items(results), "the study has no texts"
