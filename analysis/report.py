@@ -274,13 +274,12 @@ def _facts(study: Study) -> dict[str, str]:
             for label, column in ORIGINS.items()
         },
         "Libraries": ", ".join(f"{name} {'/'.join(texts)}" for name, texts in versions.items()),
-        # a key is the calibration set and the model: "code@OLMoE"
         **{
-            f"Calibration {key.replace('@', ' of ')}": ", ".join(
+            f"Calibration {calibration} of {model}": ", ".join(
                 f"{tokens:,} tokens of {source}"
                 for source, tokens in (report.get("valid_tokens") or {}).items()
             )
-            for key, report in study.calibrations.items()
+            for (model, calibration), report in study.calibrations.items()
         },
         "Configuration": json.dumps(config, indent=2) if config else "",
     }

@@ -31,7 +31,7 @@ _UNANSWERED = {
 }
 """Field of a protocol that lists items without an answer -> the reason why they have no answer."""
 _ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", *_UNANSWERED)
-"""Columns of `Study.origins`, besides folder, seconds and versions."""
+"""Columns of `Study.origins`, besides folder and versions."""
 
 Entries = Mapping[int, Mapping[str, Any]]
 """Cell -> the cell's entry in the study's record."""
@@ -85,7 +85,7 @@ def evaluations(
     results = _drop(results, is_infinite, "has no finite score", reader)
     is_repeated = results.duplicated(["cell", "benchmark"]).to_numpy()
     results = _drop(results, is_repeated, "is reported twice, the first counts", reader)
-    columns = ["folder", "seconds", *_ORIGIN, "versions"]
+    columns = ["folder", *_ORIGIN, "versions"]
     samples = with_own_names(_samples(sample_tables), results, reader)
     return results, samples, pd.DataFrame(list(origins.values()), columns=columns)
 
@@ -124,7 +124,6 @@ def _origin(
         commit = f"{commit} (edits {code['edits'][:7]})"
     return {
         "folder": folder,
-        "seconds": provenance.get("seconds"),
         **{key: provenance.get(key) for key in ("host", "machine", "python")},
         "moe_lab": code.get("version"),
         "commit": commit,

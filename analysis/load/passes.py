@@ -18,8 +18,8 @@ from moe_lab.analysis.load.reader import (
     steps_with_inputs,
 )
 
-Reports = Mapping[str, Mapping[str, Any]]
-""""calibration@model" -> the report of the calibration pass."""
+Reports = Mapping[tuple[str, str], Mapping[str, Any]]
+"""Model and calibration set -> the report of the calibration pass."""
 Folders = Mapping[tuple[str, str], Path | None]
 """Model and calibration set -> folder of a step, None if the store does not have it."""
 PASS = ["model", "calibration"]
@@ -84,11 +84,8 @@ def _folders(steps: pd.DataFrame, purpose: str, reader: Reader) -> Folders:
 
 
 def documents(folders: Folders, file: str, reader: Reader) -> Reports:
-    """Read the JSON document `file` in each folder. Returns "calibration@model" -> content."""
-    contents = {
-        f"{calibration}@{model}": reader.json(folder, file)
-        for (model, calibration), folder in folders.items()
-    }
+    """Read the JSON document `file` in each folder; without those that cannot be read."""
+    contents = {key: reader.json(folder, file) for key, folder in folders.items()}
     return {key: content for key, content in contents.items() if content is not None}
 
 
@@ -274,15 +271,18 @@ def layer_losses(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return sums[[*PASS, "layer"]].assign(loss=losses)
 
 
+def valid_tokens(report: Mapping[str, Any]) -> int:
+    """Number of tokens that a calibration pass read, of all sources of its set."""
+    return sum((report.get("valid_tokens") or {}).values())
+
+
 def _calibration_tokens(rows: pd.DataFrame, cells: pd.DataFrame, reader: Reader) -> pd.Series:
     """For each row, the number of calibration tokens of the row's pass; NaN if the report of the
     pass lacks it."""
     reports = documents(folders_of_passes(cells, reader), "calibration.json", reader)
-    tokens = {
-        key: float(sum((report.get("valid_tokens") or {}).values())) or np.nan
-        for key, report in reports.items()
-    }
-    return (rows["calibration"] + "@" + rows["model"]).map(tokens)
+    tokens = {key: float(valid_tokens(report)) or np.nan for key, report in reports.items()}
+    keys = zip(rows["model"], rows["calibration"], strict=True)
+    return pd.Series([tokens.get(key, np.nan) for key in keys], rows.index, dtype=float)
 
 
 def _pass_tables(file: str, cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:

@@ -34,6 +34,9 @@ COSTS = (
 - flops_ratio: FLOPs per token as a share of the unpruned model's
 """
 
+EQUAL_BUT_PRIOR = ["ratio", "criterion", "gate", "other_settings"]
+"""Plans of a calibration set with equal values in these columns of cells and `priors` differ in the
+prior alone."""
 FIRST_ORDER_PRIOR = "ala1"
 """The default prior of allocation=coverage, for plans that do not name their prior."""
 
@@ -55,23 +58,6 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     COSTS."""
     costs = _read_documents(cells, "cost", reader)
     return _by_cell(costs, ["bits", *COSTS]).astype(float)
-
-
-def loading_memory(pruned_cells: pd.DataFrame, costs: pd.DataFrame) -> pd.DataFrame:
-    """Bytes of the loaded model before and after pruning. Equal rows of several cells occur once.
-
-    Columns: model, ratio, removed_text, granularity, allocation (see `Study.cells`), bytes
-    (unpruned), bytes_after (pruned) and saved (the share of `bytes` that pruning saves).
-    """
-    cell_columns = ["model", "ratio", "removed_text", "granularity", "allocation"]
-    sizes = costs[["parameters_unpruned", "loading_bytes"]].dropna().astype(int)
-    rows = pruned_cells[cell_columns].join(sizes, how="inner")
-    unpruned_bytes = BYTES * rows.pop("parameters_unpruned")
-    pruned_bytes = rows.pop("loading_bytes")
-    memory = rows.assign(
-        bytes=unpruned_bytes, bytes_after=pruned_bytes, saved=1 - pruned_bytes / unpruned_bytes
-    )
-    return memory.drop_duplicates(ignore_index=True)
 
 
 def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:

@@ -205,8 +205,8 @@ def step_kind(name: str) -> str:
 def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
     """Time and memory of steps, one row per step whose provenance is known.
 
-    Columns: folder, kind, seconds, peak (largest memory of the step's process in bytes), gpu_peak
-    (largest GPU memory in bytes, NaN without a GPU), machine.
+    Columns: folder, kind, seconds, peak (largest memory of the step's process in MiB), gpu_peak
+    (largest GPU memory in MiB, NaN without a GPU), machine.
     """
     rows = []
     for name in names:
@@ -215,7 +215,9 @@ def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
             numbers = [provenance.get(field) for field in _NUMBERS.values()]
             rows.append((name, step_kind(name), *numbers, str(provenance.get("machine", ""))))
     frame = pd.DataFrame(rows, columns=["folder", "kind", *_NUMBERS, "machine"])
-    return frame.astype(dict.fromkeys(_NUMBERS, float))
+    frame = frame.astype(dict.fromkeys(_NUMBERS, float))
+    frame[["peak", "gpu_peak"]] /= 2**20
+    return frame
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:

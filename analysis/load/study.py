@@ -64,14 +64,14 @@ class Study:
     The frames `family`, `damage` and `coverage` have one gate and seed for each model and
     calibration set, see `passes.shown_passes`."""
     calibrations: passes.Reports
-    """"calibration@model" -> the report of the calibration pass."""
+    """Model and calibration set -> the report of the calibration pass."""
     contaminations: passes.Reports
-    """"calibration@model" -> benchmark -> {"comparable": number of items that are long enough to be
-    looked for in the calibration text, "found": number of items that share a phrase with it}."""
+    """Model and calibration set -> benchmark -> {"comparable": number of items that are long enough to
+    be looked for in the calibration text, "found": number of items that share a phrase with it}."""
     models: Mapping[str, Mapping[str, Any]]
     """Model -> the numbers of its layers, experts and parameters, see facts.json."""
     origins: pd.DataFrame
-    """One row per evaluation: folder, seconds, host, machine, python, moe_lab (its version),
+    """One row per evaluation: folder, host, machine, python, moe_lab (its version),
     commit, sandbox, too_long and unfinished_thoughts (numbers of items without an answer, for these
     two reasons), and versions (of libraries)."""
     reader: Reader
@@ -98,11 +98,6 @@ class Study:
     raw_statistics = _property_from_cells(passes.raw_statistics)
     router_entropies = _property_from_cells(passes.router_entropies)
     layer_losses = _property_from_cells(passes.layer_losses)
-
-    @cached_property
-    def memory(self) -> pd.DataFrame:
-        """Bytes of the loaded models before and after pruning, see `plans.loading_memory`."""
-        return plans.loading_memory(self.pruned_cells, self.costs)
 
 
 PURPOSES = {
@@ -163,8 +158,7 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
     contaminations: see `Study.contaminations`.
     """
     sentences = []
-    for calibration_at_model, counts_of_benchmark in contaminations.items():
-        calibration, _, _ = calibration_at_model.partition("@")
+    for (_, calibration), counts_of_benchmark in contaminations.items():
         phrases = [
             f"{counts['found']} of {counts['comparable']} items of {names.benchmark(benchmark)}"
             for benchmark, counts in counts_of_benchmark.items()

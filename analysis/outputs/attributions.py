@@ -19,10 +19,9 @@ from moe_lab.analysis.load.reader import (
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import (
     ABLATIONS,
-    SECONDS_NOTE,
     SUMS,
-    machines_sentence,
     pass_setup,
+    timing_note,
 )
 from moe_lab.analysis.outputs.score_rows import (
     COVERAGE_PLANS,
@@ -47,8 +46,6 @@ MEASURE_OF_PRIOR = {
     "loss": "ablation",
 }
 """Prior of allocation=coverage -> the measure of experts to which it is proportional."""
-EQUAL_COLUMNS = ["ratio", "criterion", "gate", "other_settings"]
-"""Plans with equal values in these columns differ in the prior alone."""
 SECONDS = "Time (s)"
 FEWEST_EXPERTS = 3
 """Fewest experts over which a correlation is computed."""
@@ -104,7 +101,7 @@ def agreement_table(results: Results) -> Table | None:
         "correlation of each expert's kept share in two plans of allocation=coverage, one with "
         "this estimate as prior and one with the true value (mean over such pairs). Time: of the "
         "step that measures it. One forward pass gives all estimates but the ablation, so first "
-        f"and second order take the same time. {SECONDS_NOTE}{machines_sentence(machines)}Based on "
+        f"and second order take the same time. {timing_note(machines)}Based on "
         f"{pass_setup(study)}",
         frame=pd.concat(frames)[["Model", "Calibration", "Estimate", *columns, SECONDS]],
         formats={**dict.fromkeys(columns, SCORE), SECONDS: "{:,.1f}"},
@@ -116,12 +113,13 @@ def channel_agreement(study: Study, cells: pd.DataFrame) -> pd.DataFrame:
     """Pearson's correlations, over experts, between the shares of channels that two plans retain. A
     row and a column for each measure to which the prior of a plan is proportional.
 
-    Means over pairs of plans: one pair for each combination of values in EQUAL_COLUMNS."""
+    Means over pairs of plans: one pair for each combination of values in
+    `plans.EQUAL_BUT_PRIOR`."""
     shares = study.retained[study.retained["cell"].isin(cells.index)]
     shares = shares.pivot(index=["layer", "expert"], columns="cell", values="share")
     matrices = [pd.DataFrame()]
     for _, plans_of_group in groups(
-        cells.join(plans.priors(cells, study.reader), how="inner"), EQUAL_COLUMNS
+        cells.join(plans.priors(cells, study.reader), how="inner"), plans.EQUAL_BUT_PRIOR
     ):
         # the first plan of each measure
         measures = plans_of_group["prior"].map(MEASURE_OF_PRIOR).dropna().drop_duplicates()
@@ -311,7 +309,6 @@ def bars_figure(results: Results, comparison: Comparison) -> Figure | None:
     A panel for a shallow, a middle and a deep layer of the first plan of each of FIGURE_SCORES."""
     study = results.study
     cells = coverage_cells(comparison).drop_duplicates("criterion")
-    cells = cells.assign(cell=cells.index, label=settings.method_labels(cells))
     frames = []
     for row in records(cells[cells["criterion"].isin(FIGURE_SCORES)]):
         curves = concentration(study, row["scores_folder"])

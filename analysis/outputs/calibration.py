@@ -87,13 +87,13 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
 
     Columns: "panel" (method, text and removed share), "benchmark", "read" (number of tokens), and
     "difference", "low" and "high" (95 %) in points."""
+    score_benchmarks = [
+        name for name in map(str, comparison.results) if name not in comparison.lower_is_better
+    ]
     frames = []
     for key, line in groups(lines_by_tokens(study, comparison), ["label", "panel"]):
         base_cell, *other_cells = line.index.astype(int)
-        # each benchmark on which at least one cell of the line was evaluated
-        for benchmark in mean_target(
-            comparison, [base_cell, *other_cells], comparison.score_benchmarks
-        ):
+        for benchmark in comparison.evaluated(score_benchmarks, [base_cell, *other_cells]):
             base_of_cell = dict.fromkeys(other_cells, base_cell)
             points = POINTS * differences(comparison, (benchmark,), base_of_cell)
             points.loc[base_cell] = 0.0
@@ -185,7 +185,7 @@ def coverage_table(results: Results) -> Table | None:
         "Items in the text": "items",
     }
     summary = coverage_summary(study.coverage)
-    keys = summary["calibration"] + "@" + summary["model"]
+    keys = zip(summary["model"], summary["calibration"], strict=True)
     summary["items"] = [_items_in_words(study.contaminations.get(key, {})) for key in keys]
     return Table(
         title="Tokens per expert",

@@ -10,8 +10,9 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.evaluations import mixed_metrics
-from moe_lab.analysis.load.passes import shown_passes
+from moe_lab.analysis.load.passes import shown_passes, valid_tokens
 from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.render.table import Columns
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.quantity import Quantity
 
@@ -26,11 +27,11 @@ TIMINGS = "a run with timing=true"
 LOSSES = "samples with answer_loss: benchmarks with reference answers, evaluated with likelihoods"
 """HEAPR to LOSSES: names of data that several outputs need; printed when a study lacks the data."""
 GPU_PEAK = "Peak GPU memory (MiB)"
-"""Column of several tables."""
-SECONDS_NOTE = (
-    "Seconds are those of the process that finished a step, without the work of interrupted ones "
-    "before it. "
-)
+PEAKS: Columns = {
+    "Peak memory (MiB)": ("peak", "{:,.0f}"),
+    GPU_PEAK: ("gpu_peak", "{:,.0f}"),
+}
+"""Columns of tables of steps, with numbers of `time_and_memory`."""
 MEBIBYTE = 2**20
 
 
@@ -100,17 +101,21 @@ def _values(cells: pd.DataFrame, column: str) -> str:
 
 def _tokens(study: Study) -> str:
     """Text with the numbers of calibration tokens of the study's passes."""
-    counts = sorted(
-        {sum(report.get("valid_tokens", {}).values()) for report in study.calibrations.values()}
-    )
+    counts = sorted({valid_tokens(report) for report in study.calibrations.values()})
     tokens = " / ".join(f"{count:,}" for count in counts)
     return f"{tokens} calibration tokens" if counts else ""
 
 
-def machines_sentence(machines: Iterable[str]) -> str:
-    """A sentence for captions with the machines of steps."""
+def timing_note(machines: Iterable[str]) -> str:
+    """Sentences for captions on the seconds of steps, and their machines."""
+    note = (
+        "Seconds are those of the process that finished a step, without the work of interrupted "
+        "ones before it. "
+    )
     recorded_machines = [machine for machine in dict.fromkeys(machines) if machine]
-    return f"Measured on {names.enumeration(recorded_machines)}. " if recorded_machines else ""
+    if recorded_machines:
+        note += f"Measured on {names.enumeration(recorded_machines)}. "
+    return note
 
 
 PANEL_COLUMNS = ["Model", "Pruned", "Calibration"]

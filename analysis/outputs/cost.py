@@ -211,7 +211,12 @@ def blocks_figure(results: Results, comparison: Comparison) -> Figure | None:
 @output("unified.table3", chapter="memory")
 def memory_table(results: Results) -> Table:
     """Bytes of the model in bfloat16 before and after pruning, counted without its weights."""
-    memory = results.study.memory
+    study = results.study
+    costs = study.costs[["parameters_unpruned", "loading_bytes"]].dropna()
+    cells = study.pruned_cells[["model", "removed_text"]]
+    memory = cells.join(costs, how="inner").drop_duplicates()
+    before = plans.BYTES * memory["parameters_unpruned"] / MEBIBYTE
+    after = memory["loading_bytes"] / MEBIBYTE
     columns: Columns = {
         "Model": "model",
         "Pruned": "removed_text",
@@ -219,17 +224,15 @@ def memory_table(results: Results) -> Table:
         "After (MiB)": ("after", "{:,.2f}"),
         "Saved": ("saved", "{:.1%}"),
     }
-    memory = memory.drop_duplicates(["model", "removed_text", "bytes_after"])
-    memory = memory.assign(
-        before=memory["bytes"] / MEBIBYTE, after=memory["bytes_after"] / MEBIBYTE
-    )
     return Table(
         title="Loading memory",
         caption=(
             "Parameters of the whole model in bfloat16. Plans that remove the same share can "
             "differ in it, by rows of routers and by what replaces experts."
         ),
-        **frame_and_formats(memory, columns),
+        **frame_and_formats(
+            memory.assign(before=before, after=after, saved=1 - after / before), columns
+        ),
     )
 
 

@@ -25,9 +25,9 @@ from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import (
     GPU_PEAK,
     MEBIBYTE,
-    SECONDS_NOTE,
-    machines_sentence,
+    PEAKS,
     run_setup,
+    timing_note,
 )
 from moe_lab.analysis.outputs.score_rows import sort_cells
 from moe_lab.analysis.registry import Results, output
@@ -200,8 +200,8 @@ def scoring_table(results: Results) -> Table | None:
         reads=by_cell["kind"].agg(_passes_in_words),
         seconds=by_cell["seconds"].sum(),
         score_seconds=steps[steps["kind"] == "scores"].groupby("cell")["seconds"].sum(),
-        peak=by_cell["peak"].max() / MEBIBYTE,
-        gpu_peak=by_cell["gpu_peak"].max() / MEBIBYTE,
+        peak=by_cell["peak"].max(),
+        gpu_peak=by_cell["gpu_peak"].max(),
         loading=cells["model"].map(parameters) * BYTES / MEBIBYTE,
     )
     columns: Columns = {
@@ -209,8 +209,7 @@ def scoring_table(results: Results) -> Table | None:
         "Reads": "reads",
         "Scoring time (s)": ("seconds", SECONDS_FORMAT),
         "Of these, the scores (s)": ("score_seconds", SECONDS_FORMAT),
-        "Peak memory (MiB)": ("peak", "{:,.0f}"),
-        GPU_PEAK: ("gpu_peak", "{:,.0f}"),
+        **PEAKS,
         "Loading memory (MiB)": ("loading", "{:,.2f}"),
     }
     return Table(
@@ -219,7 +218,7 @@ def scoring_table(results: Results) -> Table | None:
         "the scores. Criteria that read one pass share it, so a study takes less than the sum. "
         "Peak memory: of the process, which may have done other steps before, in main memory and, "
         "where some were used, on GPUs; loading memory: the model in bfloat16. "
-        f"{SECONDS_NOTE}{machines_sentence(steps['machine'])}{run_setup(study)}",
+        f"{timing_note(steps['machine'])}{run_setup(study)}",
         **frame_and_formats(rows, columns),
         lower_is_better={"Scoring time (s)"},
         optional=(GPU_PEAK,),
@@ -260,7 +259,7 @@ def allocation_table(results: Results) -> Table | None:
         caption="Seconds of each step behind a plan; – where a plan reads no such step. The "
         "forward pass gives the attributions of all experts at once; ablation runs the layers "
         "above again for every expert. "
-        f"{SECONDS_NOTE}{machines_sentence(steps['machine'])}{run_setup(study)}",
+        f"{timing_note(steps['machine'])}{run_setup(study)}",
         **frame_and_formats(rows, columns),
         optional=tuple(step_columns),
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
-from moe_lab.analysis.load import passes, plans, settings
+from moe_lab.analysis.load import passes, plans
 from moe_lab.analysis.load.passes import STATISTICS
 from moe_lab.analysis.load.reader import groups, records, stacked
 from moe_lab.analysis.load.study import Study
@@ -113,7 +113,6 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
     the layer's channels), "cell", "calibration", "label" (of the method) and "smoothing" (of layer
     losses)."""
     cells = coverage_cells(comparison)
-    cells = cells.assign(cell=cells.index, label=settings.method_labels(cells))
     columns = ["cell", "calibration", "label"]
     frames = []
     for row in records(cells[:MOST_PLANS]):
@@ -366,9 +365,8 @@ def activation_figure(results: Results) -> Figure | None:
     if experts.empty:
         return None
     sizes = experts.groupby(["model", "calibration", "layer"], sort=False)["size"]
-    points = pd.DataFrame(
-        {"low": sizes.quantile(0.25), "y": sizes.median(), "high": sizes.quantile(0.75)}
-    ).reset_index()
+    points = sizes.quantile(list(QUARTILES.values())).unstack().set_axis(list(QUARTILES), axis=1)
+    points = points.reset_index()
     caption = (
         "Of each expert: the root mean square of its channels, the inputs of its down projection, "
         "over its tokens of the calibration set. Median over the experts of a layer, with "

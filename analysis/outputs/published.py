@@ -82,7 +82,7 @@ class Facts:
 
     def _tokens(self, calibration: str, model: str) -> int | None:
         """Positions of a calibration pass: `rows` rows of `length`; None if they are unknown."""
-        report = self.study.calibrations.get(f"{calibration}@{model}", {})
+        report = self.study.calibrations.get((model, calibration), {})
         if {"rows", "length"} <= set(report):
             return int(report["rows"]) * int(report["length"])
         return None

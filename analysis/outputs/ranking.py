@@ -205,6 +205,10 @@ def _map_and_table(results: Results, wins: pd.DataFrame, title: str) -> list[Ite
     wins: rows of `winner_map`."""
     if wins.empty or wins["column"].nunique() < 2:
         return []
+    wins = wins.assign(
+        winner=list(map(label, wins["winners"], wins["score"])),
+        verdict=list(map(verdict, records(wins))),
+    )
     return [winner_figure(wins, title), winner_table(results.study, wins, title)]
 
 
@@ -228,12 +232,8 @@ def baseline_winners(results: Results) -> list[Item]:
 
 
 def winner_table(study: Study, wins: pd.DataFrame, title: str) -> Table:
-    """A winner map as a table, a row per cell of the map. wins: rows of `winner_map`."""
-    rows = wins.assign(
-        winner=[label(win["winners"], win["score"]) for win in records(wins)],
-        runner_up=wins["runner_up"].map(names.method),
-        verdict=[verdict(win) for win in records(wins)],
-    )
+    """A winner map as a table, a row per cell of the map. wins: see `winner_figure`."""
+    rows = wins.assign(runner_up=wins["runner_up"].map(names.method))
     columns: Columns = {
         "Model": "model",
         "Pruned": "pruned",
@@ -287,7 +287,8 @@ def proved_wins_sentence(wins: pd.DataFrame) -> str:
 
 def winner_figure(wins: pd.DataFrame, title: str) -> Figure:
     """A map for each model, ratio and gate, with a row per displayed column and a column per
-    calibration set. wins: rows of `winner_map`."""
+    calibration set. wins: rows of `winner_map`, with `label` and `verdict` of each in the columns
+    "winner" and "verdict"."""
     wins = sort_cells(wins, *SETTINGS, "calibration")
     columns = {
         "Model": "model",
@@ -299,8 +300,8 @@ def winner_figure(wins: pd.DataFrame, title: str) -> Figure:
     }
     rows = display_frame(wins, columns).assign(
         panel=wins["model"] + ", " + wins["pruned"] + " pruned",
-        winner=list(map(label, wins["winners"], wins["score"])),
-        verdict=[verdict(win) for win in records(wins)],
+        winner=wins["winner"],
+        verdict=wins["verdict"],
         colour=wins["winners"].map(lambda keys: charts.colour(keys[0]) if keys else None),
     )
     place: dict[str, Any] = {

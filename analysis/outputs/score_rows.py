@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
-from moe_lab.analysis.load import settings
+from moe_lab.analysis.load import passes, settings
 from moe_lab.analysis.load.settings import removed_share_texts
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import MEBIBYTE, score_setup
@@ -237,7 +237,8 @@ def _rows(
         estimates = differences(comparison, list(targets.values())[-1], base_of_cell)
         difference_columns = [DIFFERENCE, f"{DIFFERENCE} low", f"{DIFFERENCE} high"]
         numbers.frame[difference_columns] = estimates[["difference", "low", "high"]]
-        is_tested = [comparison.all_have_several_seeds((cell, block.base)) for cell in base_of_cell]
+        seeds = comparison.plans_by_seed
+        is_tested = [min(len(seeds[cell]), len(seeds[block.base])) > 1 for cell in base_of_cell]
         numbers.frame[P] = estimates["p"][is_tested]
     for column, cost in costs.items():
         frame = getattr(study, cost.frame)
@@ -401,11 +402,12 @@ def ratio_lines(cells: pd.DataFrame) -> pd.DataFrame:
 
 def coverage_cells(comparison: Comparison) -> pd.DataFrame:
     """Cells without recovery that prune channels with the allocation COVERAGE, at the ratio closest
-    to FIGURE_RATIO."""
+    to FIGURE_RATIO, with the columns "cell" and "label" (of the method)."""
     cells = cells_without_recovery(comparison, "channel")
     cells = cells[cells["allocation_name"] == COVERAGE]
     distances = (cells["ratio"] - FIGURE_RATIO).abs()
-    return pd.DataFrame(cells[distances == distances.min()])
+    cells = cells[distances == distances.min()]
+    return cells.assign(cell=cells.index, label=settings.method_labels(cells))
 
 
 def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
@@ -416,11 +418,9 @@ def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
     one text have equal identifiers)."""
     reads: dict[str, int] = {}
     sources: dict[str, str] = {}
-    for key, report in study.calibrations.items():
-        calibration, _, model = key.partition("@")  # a key is calibration@model
+    for (model, calibration), report in study.calibrations.items():
         if model == comparison.model:
-            # a report has a number of tokens for each source of the set
-            reads[calibration] = sum((report.get("valid_tokens") or {}).values())
+            reads[calibration] = passes.valid_tokens(report)
             source = report.get("sha256") or calibration
             sources[calibration] = str(source)
     cells = comparison.pruned_cells

@@ -60,8 +60,6 @@ PRIOR_LABELS = {
     "none": "No prior",
 }
 """Prior of allocation=coverage -> its label, in the order of rows."""
-EQUAL_BUT_PRIOR = ["ratio", "criterion", "gate", "other_settings"]
-"""Plans of a calibration set with equal values in these columns differ in the prior alone."""
 
 
 def heapr_cells(cells: pd.DataFrame) -> pd.DataFrame:
@@ -272,7 +270,7 @@ def _allocation_blocks(comparison: Comparison, pattern: str) -> Iterator[Block]:
 def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 14: scores of coverage budgets that differ in the prior alone."""
     cells = comparison.cells.join(plans.priors(comparison.cells, results.study.reader), how="inner")
-    for key, plans_of_block in groups(cells, [*EQUAL_BUT_PRIOR, "calibration", "recovery"]):
+    for key, plans_of_block in groups(cells, [*plans.EQUAL_BUT_PRIOR, "calibration", "recovery"]):
         rows = plans_of_block.sort_values(
             "prior", key=lambda priors: priors.map(list(PRIOR_LABELS).index), kind="stable"
         )

@@ -12,7 +12,7 @@ from moe_lab.analysis.load.plans import BYTES
 from moe_lab.analysis.load.reader import groups, time_and_memory
 from moe_lab.analysis.load.settings import ALL_BUT_ALLOCATION, is_searched, method_labels
 from moe_lab.analysis.load.study import Study
-from moe_lab.analysis.outputs.captions import GPU_PEAK, MEBIBYTE, SEARCHES, run_setup
+from moe_lab.analysis.outputs.captions import MEBIBYTE, PEAKS, SEARCHES, run_setup
 from moe_lab.analysis.outputs.score_rows import (
     Block,
     Cost,
@@ -203,12 +203,11 @@ def cost_table(results: Results) -> Table | None:
         return None
     folders = study.cells["plan_folder"][study.searches.index].drop_duplicates()
     steps = time_and_memory(folders, study.reader).set_index("folder")
-    peaks = steps[["peak", "gpu_peak"]] / MEBIBYTE
     # several cells can have the plan of one search
     rows = (
         study.searches.join(study.cells)
         .drop_duplicates("plan_folder")
-        .join(peaks, on="plan_folder")
+        .join(steps[["peak", "gpu_peak"]], on="plan_folder")
     )
     rows = rows.assign(
         fitness=rows["fitness"].str.upper().str.replace("_", "-"),
@@ -221,8 +220,7 @@ def cost_table(results: Results) -> Table | None:
         **{name.capitalize(): (name, "{:,.0f}") for name in SETTINGS},
         "Evaluated": ("candidates", "{:,.0f}"),
         SECONDS: ("seconds", "{:,.1f}"),
-        "Peak memory (MiB)": ("peak", "{:,.0f}"),
-        GPU_PEAK: ("gpu_peak", "{:,.0f}"),
+        **PEAKS,
         "Loading memory before (MiB)": ("before", "{:,.2f}"),
         "After (MiB)": ("after", "{:,.2f}"),
     }
@@ -232,7 +230,7 @@ def cost_table(results: Results) -> Table | None:
         "main memory and, where some were used, on GPUs; loading memory: the model in bfloat16. "
         f"Based on {run_setup(study)}",
         **frame_and_formats(rows, columns),
-        optional=("Samples", "Peak memory (MiB)", GPU_PEAK),
+        optional=("Samples", *PEAKS),
     )
 
 

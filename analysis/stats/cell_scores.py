@@ -67,8 +67,8 @@ def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
 def mean_target(comparison: Comparison, cells: Sequence[int], benchmarks: Iterable[str]) -> Target:
     """`Comparison.average_columns` of the entries of `benchmarks` on which at least one of these
     cells was evaluated."""
-    evaluated = comparison.evaluated_benchmarks(cells)
-    return comparison.average_columns(name for name in benchmarks if name in evaluated)
+    known = [name for name in benchmarks if name in comparison.results]
+    return comparison.average_columns(comparison.evaluated(known, cells))
 
 
 def mean_text(target: Target, benchmarks: Sequence[str]) -> str:
@@ -96,7 +96,8 @@ def column_targets(
         COMMON_SENSE_MEAN: mean_target(comparison, cells, names.COMMON_SENSE),
         MEAN: mean_target(comparison, cells, columns),
     }
-    for name in (*comparison.evaluated_benchmarks(cells), *comparison.evaluated_columns(cells)):
+    known = [*map(str, comparison.results), *comparison.benchmarks_of]
+    for name in comparison.evaluated(known, cells):
         targets[name] = (name,)
     averaged_columns = overall_columns(comparison, cells)
     for name, target in names.AVERAGES.items():

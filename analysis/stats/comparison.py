@@ -116,10 +116,6 @@ class Comparison:
             replicates[cell][seed] = row
         return replicates
 
-    def all_have_several_seeds(self, cells: Iterable[int]) -> bool:
-        """Whether each of these cells has plans of several seeds."""
-        return all(len(self.plans_by_seed[cell]) > 1 for cell in cells)
-
     def _seed_means(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Means (cells, columns) of `frame` (plans, columns) over the plans of each cell."""
         if len(self.cells) == len(self.all_cells):  # each cell is one plan
@@ -131,19 +127,11 @@ class Comparison:
         """Scores (cells, benchmarks), each the mean over the seeds with a result."""
         return self._seed_means(self.results)
 
-    @cached_property
-    def column_scores(self) -> pd.DataFrame:
-        """Scores (cells, displayed columns), means over the column's benchmarks and over seeds."""
-        scores = {column: self.score((column,)) for column in self.benchmarks_of}
-        return pd.DataFrame(scores, self.cells.index)
-
-    def evaluated_columns(self, cells: Iterable[int]) -> Target:
-        """Displayed columns on which at least one of these cells was evaluated."""
-        return _columns_with_numbers(self.column_scores.loc[list(cells)])
-
-    def evaluated_benchmarks(self, cells: Iterable[int]) -> Target:
-        """Benchmarks on which at least one of these cells was evaluated."""
-        return _columns_with_numbers(self.benchmark_scores.loc[list(cells)])
+    def evaluated(self, columns: Iterable[str], cells: Iterable[int]) -> Target:
+        """Those of `columns` (displayed columns or benchmarks) on which at least one of these cells
+        was evaluated."""
+        rows = list(cells)
+        return tuple(column for column in columns if self.score((column,))[rows].notna().any())
 
     @cached_property
     def unpruned_cell(self) -> int | None:
@@ -185,11 +173,6 @@ class Comparison:
         # a benchmark can be a displayed column too
         distinct_names = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
         return tuple(name for name in distinct_names if self.quantity((name,)).lower_is_better)
-
-    @cached_property
-    def score_benchmarks(self) -> list[str]:
-        """Benchmarks in which more is better, in the order of tables."""
-        return [name for name in map(str, self.results) if name not in self.lower_is_better]
 
     @_cached_by_target
     def plan_scores(self, target: Target) -> pd.Series:
@@ -401,15 +384,12 @@ class Comparison:
                     gate,
                     calibration,
                     cells={method: cell_of_method[method] for method in methods},
-                    columns=self.evaluated_columns(panel_cells.index) or tuple(self.benchmarks_of),
+                    columns=self.evaluated(self.benchmarks_of, panel_cells.index)
+                    or tuple(self.benchmarks_of),
                     pruned_text=cells["removed_text"].iloc[0],
                 )
                 panels.append(panel)
         return panels
-
-
-def _columns_with_numbers(frame: pd.DataFrame) -> Target:
-    return tuple(map(str, frame.dropna(axis="columns", how="all")))
 
 
 def compare(
@@ -481,7 +461,7 @@ def _replace_perplexities(results: pd.DataFrame) -> pd.DataFrame:
 
 def overall_columns(comparison: Comparison, cells: Sequence[int]) -> Target:
     """Displayed columns whose mean is the overall average (Avg) of these cells."""
-    return comparison.average_columns(comparison.evaluated_columns(cells))
+    return comparison.average_columns(comparison.evaluated(comparison.benchmarks_of, cells))
 
 
 def mean_quantities(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:

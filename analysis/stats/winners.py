@@ -31,7 +31,6 @@ _WINNER_COLUMNS = (
     "winners",
     "score",
     "runner_up",
-    "runner_up_score",
     "lead",
     "lead_low",
     "lead_high",
@@ -54,8 +53,9 @@ def winner_map(
     - column: displayed column
     - winners: tuple with the keys of the best methods, whose scores are equal when printed
     - score: score of the winners
-    - runner_up, runner_up_score: key and score of the best method that is not a winner
-    - lead, lead_low, lead_high: score minus runner_up_score, and the ends of its 95 % interval
+    - runner_up: key of the best method that is not a winner
+    - lead, lead_low, lead_high: score minus that of the runner-up, and the ends of its 95 %
+      interval
     - p: largest p-value of the tests of the winner against each other method; NaN when several
       methods win, or when a test is not possible
     - p_holm: p with Holm's correction over all rows with equal model, ratio and gate
@@ -106,7 +106,7 @@ def _winner_columns(
     reference = cells[runner_up]
     lead = comparison.difference((column,), cells[winners[0]], reference)
     displayed_lead = quantity.displayed_estimate(comparison.score((column,))[reference], lead)
-    row |= {"runner_up": runner_up, "runner_up_score": losers.iloc[0]}
+    row["runner_up"] = runner_up
     row |= dict(zip(("lead", "lead_low", "lead_high"), displayed_lead, strict=True))
     if len(winners) == 1:
         row["p"] = _p_of_winner(

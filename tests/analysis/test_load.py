@@ -20,6 +20,8 @@ from moe_lab.analysis.load import plans, studies
 from moe_lab.analysis.load import settings as cell_settings
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.outputs.calibration import coverage_table
+from moe_lab.analysis.outputs.captions import MEBIBYTE as MIB
+from moe_lab.analysis.outputs.cost import memory_table
 from moe_lab.analysis.outputs.criteria import weight_scores
 from moe_lab.analysis.outputs.scores import benchmark_table
 from moe_lab.analysis.registry import Results
@@ -145,16 +147,18 @@ def test_merged_experts_are_counted_with_and_without_router_rows(
 
 
 def test_loading_memory_is_that_of_costs(golden: Study) -> None:
-    """One row for each number of bytes of a ratio and allocation; none for the unpruned model."""
-    memory = golden.memory.set_index(["ratio", "granularity", "allocation"])
+    """One row for each number of bytes of a ratio; none for the unpruned model."""
+    memory = memory_table(Results(golden)).frame
+    assert not memory.duplicated().any()
+    expected = set()
     for cell, row in golden.costs.iterrows():
         axes = golden.cells.loc[cell]
         if axes["criterion"] != "none":
-            rows = memory.loc[[(axes["ratio"], axes["granularity"], axes["allocation"])]]
-            assert row["loading_bytes"] in set(rows["bytes_after"])
-            assert set(rows["bytes"]) == {2 * row["parameters_unpruned"]}
-    assert set(memory.index.get_level_values("granularity")) == {"expert", "channel"}
-    assert memory["saved"].tolist() == (1 - memory["bytes_after"] / memory["bytes"]).tolist()
+            expected.add((axes["removed_text"], row["loading_bytes"] / MIB))
+            assert set(memory["Before (MiB)"]) == {2 * row["parameters_unpruned"] / MIB}
+    assert set(zip(memory["Pruned"], memory["After (MiB)"], strict=True)) == expected
+    saved = 1 - memory["After (MiB)"] / memory["Before (MiB)"]
+    assert memory["Saved"].tolist() == saved.tolist()
 
 
 ALLOCATIONS = ("uniform", "uniform, replacement=mean_output", "evolutionary", "global")

@@ -87,7 +87,7 @@ def study_of(
     study.results = results.assign(
         folder=results["benchmark"], expected=results["n"], scale="score", unit=""
     )
-    study.calibrations = {f"c4@{model}": {"rows": 128, "length": 4096}}
+    study.calibrations = {(model, "c4"): {"rows": 128, "length": 4096}}
     study.searches = pd.DataFrame(columns=["generations"])
     settings = {"shots": 0, "max_new_tokens": 2048}
     protocols = {
@@ -167,7 +167,7 @@ def protocol(benchmark: str, **fields: Any) -> Callable[[Any], None]:
 
 OTHERWISE: dict[str, tuple[str, Callable[[Any], object]]] = {
     "calibrated on 262,144 tokens, published on 524,288": (
-        "OBQA", lambda study: study.calibrations[f"c4@{MODEL}"].update(rows=64),
+        "OBQA", lambda study: study.calibrations[(MODEL, "c4")].update(rows=64),
     ),
     "other items: HumanEval (16 of 164, published on 164)": (
         "HumanEval", lambda study: study.results.update(study.results.assign(n=16)),
@@ -206,7 +206,7 @@ def test_stated_gates_and_seeds_are_compared() -> None:
     care."""
     changes = {"calibration": "evol_codealpaca", "seed": 43, "gate": "model"}
     study, comparison = study_of(("reap", "ean"), **changes)
-    study.calibrations[f"evol_codealpaca@{MODEL}"] = {"rows": 1024, "length": 4096}
+    study.calibrations[(MODEL, "evol_codealpaca")] = {"rows": 1024, "length": 4096}
     table = verdicts(study, comparison, "evoesap.table8").set_index(["Criterion", "Benchmark"])[
         "Verdict"
     ]
@@ -229,7 +229,7 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
         "gate": "double_softmax",
     }
     study, comparison = study_of(("reap",), **axes)
-    study.calibrations[f"evol_codealpaca@{MODEL}"] = {"rows": 1024, "length": 4096}
+    study.calibrations[(MODEL, "evol_codealpaca")] = {"rows": 1024, "length": 4096}
     study.searches = pd.DataFrame({"generations": [30]}, index=[1])
     study.cells["plan_folder"] = "plan"
     documents = {"plan": {"provenance": {"search": "evol_search"}}}

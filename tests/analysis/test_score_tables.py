@@ -504,7 +504,7 @@ def test_lines_of_calibration_tokens_are_told_apart_by_their_gate() -> None:
     cells = pd.DataFrame(rows, columns=["gate", "calibration"])
     cells = cells.assign(criterion="man", method="man", ratio=0.5, removed_text="50 %", model="m")
     reports = {
-        f"{name}@m": {"valid_tokens": {"web": tokens}, "sha256": "text"}
+        ("m", name): {"valid_tokens": {"web": tokens}, "sha256": "text"}
         for name, tokens in (("small", 10), ("large", 20))
     }
     study: Any = SimpleNamespace(calibrations=reports)
