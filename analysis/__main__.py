@@ -83,23 +83,16 @@ def _names_in_help() -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command line. Returns the exit code, 2 after a UserError."""
-    try:
-        return _run(parse(arguments))
-    except UserError as error:
-        _report(error)
-        return 2
-
-
-def _report(message: object) -> None:
+def _report(message: str) -> None:
     """Print a message to stderr."""
     print(f"analysis: {message}", file=sys.stderr)
 
 
-def _run(request: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Write the requested tables and figures. Returns the exit code: 0 if the study has results, no
-    gaps, and data for everything that is requested by name; otherwise 1."""
+    gaps, and data for everything that is requested by name; otherwise 1. Raises UserError for a
+    mistake."""
+    request = parse(arguments)
     gc.set_threshold(GARBAGE)
     from moe_lab.analysis.load.studies import studies
     from moe_lab.analysis.load.study import load

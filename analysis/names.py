@@ -273,7 +273,7 @@ def method(method_key: str) -> str:
 def allocation_name(allocation: str) -> str:
     """Display name of an allocation: `U-shaped`. The name of a replacement comes before the
     allocation: `M-SMoE, global by frequency`."""
-    kind, replacement = _split_replacement(allocation)
+    kind, replacement = split_replacement(allocation)
     replacement_name = REPLACEMENTS.get(replacement, replacement)
     if replacement and kind == "uniform":
         return replacement_name
@@ -283,7 +283,7 @@ def allocation_name(allocation: str) -> str:
     return comma_joined(replacement_name, name)
 
 
-def _split_replacement(allocation: str) -> tuple[str, str]:
+def split_replacement(allocation: str) -> tuple[str, str]:
     """Split an allocation of `Study.cells` into the allocation without the replacement, and the
     replacement: `uniform, replacement=ream` becomes (uniform, ream)."""
     match = _REPLACEMENT.search(allocation)
@@ -304,7 +304,7 @@ def methods_in_order(keys: Iterable[str]) -> list[str]:
     def sort_key(method_key: str) -> list[tuple[int, str]]:
         """`_position` of each part of a method."""
         criterion_name, allocation, recovery = method_parts(method_key)
-        kind, replacement = _split_replacement(allocation)
+        kind, replacement = split_replacement(allocation)
         return list(map(_position, (criterion_name, replacement, kind, recovery), orders))
 
     return sorted(set(keys), key=sort_key)

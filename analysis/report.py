@@ -304,17 +304,10 @@ def what_was_run(study: Study) -> str:
     )
 
 
-MOST_RATIOS = 6
-"""Largest number of ratios that a sentence lists."""
-
-
 def _shares_in_words(pruned: pd.DataFrame) -> str:
     """Text on the removed shares: `25 % and 50 %`; `none` if nothing was removed."""
     ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
-    shares = list(dict.fromkeys(ordered["removed_text"]))
-    if len(shares) > MOST_RATIOS:
-        return f"{len(shares)} ratios from {shares[0]} to {shares[-1]}"
-    return names.enumeration(shares) or "none"
+    return names.enumeration(dict.fromkeys(ordered["removed_text"])) or "none"
 
 
 def completeness(study: Study) -> str:

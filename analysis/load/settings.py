@@ -98,12 +98,6 @@ METHOD = ["method", "calibration", "gate"]
 """Columns that identify the method of a cell of a comparison."""
 
 
-def has_replacement(text: str) -> bool:
-    """Whether an allocation of a study's record replaces dropped experts."""
-    _, settings = names.name_and_settings(text)
-    return "replacement" in settings
-
-
 def method_labels(cells: pd.DataFrame) -> pd.Series:
     """Label of each cell: the display name of the cell's method. The calibration set and the gate
     are added if they differ between pruned cells."""

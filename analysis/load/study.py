@@ -14,7 +14,7 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load import passes, plans, studies
 from moe_lab.analysis.load.evaluations import Entries, evaluations, remarks
 from moe_lab.analysis.load.reader import Gap, Reader, groups, records
-from moe_lab.analysis.load.settings import AXES, has_replacement, labels, removed_text
+from moe_lab.analysis.load.settings import AXES, labels, removed_text
 from moe_lab.result_files import CONTAMINATION, OWN, STEPS
 
 
@@ -65,9 +65,6 @@ class Study:
     calibration set, see `passes.shown_passes`."""
     calibrations: passes.Reports
     """Model and calibration set -> the report of the calibration pass."""
-    contaminations: passes.Reports
-    """Model and calibration set -> benchmark -> {"comparable": number of items that are long enough to
-    be looked for in the calibration text, "found": number of items that share a phrase with it}."""
     models: Mapping[str, Mapping[str, Any]]
     """Model -> the numbers of its layers, experts and parameters, see facts.json."""
     origins: pd.DataFrame
@@ -138,7 +135,6 @@ def load(store: Path, name: str) -> Study:
         damage=passes.tables(figures["damages"], "scores.parquet", reader),
         coverage=passes.tables(pass_folders, "coverage.parquet", reader),
         calibrations=passes.documents(pass_folders, "calibration.json", reader),
-        contaminations=contaminations,
         models=_models(cells, reader),
         origins=origins,
         reader=reader,
@@ -155,7 +151,9 @@ def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
     """A sentence for every calibration set that contains more than the share REMARKABLE of some
     benchmark's items.
 
-    contaminations: see `Study.contaminations`.
+    contaminations: model and calibration set -> benchmark -> {"comparable": number of items that
+        are long enough to be looked for in the calibration text, "found": number of items that
+        share a phrase with it}.
     """
     sentences = []
     for (_, calibration), counts_of_benchmark in contaminations.items():
@@ -279,9 +277,8 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
     keys = []
     for row in records(cells):
         allocation = recovery = ""
-        if (has_several_allocations and not _has_default_allocation(row)) or has_replacement(
-            row["allocation"]
-        ):
+        _, replacement = names.split_replacement(row["allocation"])
+        if replacement or (has_several_allocations and not _has_default_allocation(row)):
             allocation = row["allocation"]
         if has_several_recoveries and row["recovery"] != "none":
             recovery = row["recovery"]

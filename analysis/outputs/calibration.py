@@ -3,7 +3,7 @@ the experts to prune (Unified Expert Pruning, Figs. 3 to 5)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -166,7 +166,7 @@ def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
 
 @output("tokens_per_expert", chapter="coverage")
 def coverage_table(results: Results) -> Table | None:
-    """Calibration tokens per expert, and items of benchmarks that the calibration text contains."""
+    """Calibration tokens per expert."""
     study = results.study
     if study.coverage.empty:
         return None
@@ -182,31 +182,14 @@ def coverage_table(results: Results) -> Table | None:
         "Model": "model",
         "Calibration": "calibration",
         **{name: (source, "{:,.0f}") for name, source in counts.items()},
-        "Items in the text": "items",
     }
     summary = coverage_summary(study.coverage)
-    keys = zip(summary["model"], summary["calibration"], strict=True)
-    summary["items"] = [_items_in_words(study.contaminations.get(key, {})) for key in keys]
     return Table(
         title="Tokens per expert",
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
-        "Rare: less than a tenth of an even load. "
-        "Items in the text: items of benchmarks of which 13 consecutive words are in the "
-        "calibration text, out of the items that were looked for; shorter items and words that "
-        f"more than ten items share are not. Based on {pass_setup(study)}",
+        f"Rare: less than a tenth of an even load. Based on {pass_setup(study)}",
         **frame_and_formats(summary, columns),
     )
-
-
-def _items_in_words(counts: Mapping[str, Any]) -> str:
-    """Text with the number of items in a calibration text, and of those looked for: `3 / 155`.
-
-    counts: benchmark -> {"found": items that the text contains, "comparable": items looked for}."""
-    if not counts:
-        return ""
-    found = sum(count["found"] for count in counts.values())
-    comparable = sum(count["comparable"] for count in counts.values())
-    return f"{found:,} / {comparable:,}"
 
 
 def overlap_table(results: Results) -> Table:

@@ -258,7 +258,7 @@ def _bars_and_line(
 
     rows: columns "panel", "x", "ablation", "line" and, for points with error bars, "low" and
     "high"."""
-    rows = rows[[column for column in COLUMNS if column in rows]]
+    rows = rows.filter(items=COLUMNS)
     x = charts.label("x", x_title)
     loss = charts.number("ablation", LOSS_LABEL)
     falls = {"condition": {"test": "datum.ablation < 0", "value": "#ee7733"}, "value": "#2277bb"}

@@ -10,7 +10,6 @@ import pandas as pd
 from synthetic_plans import granularity
 
 from moe_lab.analysis import names
-from moe_lab.analysis.load.settings import has_replacement
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.published.numbers import PublishedNumber, numbers, split
 from moe_lab.analysis.registry import Results
@@ -52,9 +51,8 @@ def cells_of(axes: list[dict[str, Any]]) -> pd.DataFrame:
     is_pruned = frame["criterion"] != "none"
     is_unusual = (frame["allocation"] != "uniform") | (frame["granularity"] == "channel")
     has_several = frame.loc[is_pruned, "allocation"].nunique() > 1
-    names_allocation = (has_several & is_pruned & is_unusual) | frame["allocation"].map(
-        has_replacement
-    )
+    is_replacing = frame["allocation"].str.contains("replacement=")
+    names_allocation = (has_several & is_pruned & is_unusual) | is_replacing
     frame = frame.assign(removed=frame["ratio"], removed_text=frame["ratio"].map(names.ratio))
     keys = zip(frame["criterion"], frame["allocation"].where(names_allocation, ""), strict=True)
     return frame.assign(

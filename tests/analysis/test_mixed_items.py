@@ -58,7 +58,6 @@ def study_of(
         store=Path("store"),
         results=pd.DataFrame(rows),
         calibrations={},
-        contaminations={},
         models={},
         document={},
         reader=Reader(Path("store")),
