@@ -17,6 +17,7 @@ from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.ranking import verdict
 from moe_lab.analysis.outputs.scores import rank_table
 from moe_lab.analysis.registry import Results, find
+from moe_lab.analysis.render import table as rendering
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats.cell_scores import differences
 from moe_lab.analysis.stats.comparison import Comparison
@@ -93,6 +94,11 @@ def test_average_leaves_out_perplexities(perplexed: Study) -> None:
     assert rows["wikitext2"].tolist() == pytest.approx([9.0, 14.0, 12.0, 10.0])
     assert rows.loc[["Frequency", "REAP", "MAN"], "Avg Rank"].tolist() == [3, 2, 1]
     assert "Avg is without wikitext2: there, less is better." in table.footnotes
+
+
+def test_table_of_ranks_has_a_benchmark_that_is_no_column_of_the_papers() -> None:
+    table = handmade.table_of(rank_table, Results(study_of({"piqa": [right(9)] * 4})))
+    assert "| PIQA |" in rendering.markdown(table)
 
 
 def test_ranking_leaves_out_perplexities(perplexed: Study) -> None:
