@@ -117,7 +117,8 @@ def format_number(value: object, form: str) -> str:
 @lru_cache(maxsize=128)
 def footnotes(table: Table) -> list[str]:
     """`Table.footnotes`, between a note on the columns in which less is better and one on gaps."""
-    lower_is_better = [column for column in table.frame if column in table.lower_is_better]
+    columns = printed_columns(table.frame)
+    lower_is_better = [column for column in columns if column in table.lower_is_better]
     # the unpruned model has no rank, and other rows lack it only beside a gap
     required = [name for name in table.formats if name not in (*table.optional, "Avg Rank")]
     is_gap = table.frame[table.frame.columns.intersection(required)].isna()
