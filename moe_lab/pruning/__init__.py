@@ -19,9 +19,10 @@ from moe_lab.errors import UserError, check_known
 from moe_lab.pruning.layer_plan import Constants, LayerPlan, StoredExpert
 from moe_lab.pruning.plan import Plan
 
-KERNEL_BYTES = 16
-"""transformers' grouped matrix products need rows of weights whose length is a multiple of this
-many bytes."""
+WIDTH_STEP = 8
+"""Channels. transformers' grouped matrix products need rows of weights of a multiple of 16 bytes,
+which are 8 numbers in 16 bits. The rule is the same for wider numbers, so that the form of a layer
+does not depend on the precision."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,13 @@ Form: TypeAlias = dict[int, LayerForm]
 """How all MoE layers are stored, by number, ascending."""
 
 
-def make_form(plan: Plan, shape: str, element_size: int) -> Form:
-    """Number of a layer -> form of the layer, for a model that is pruned by `plan`. `element_size`:
-    bytes of one weight. UserError for an unknown shape, and for one that cannot hold what replaces
-    dropped experts."""
+def make_form(plan: Plan, shape: str) -> Form:
+    """Number of a layer -> form of the layer, for a model that is pruned by `plan`. UserError for
+    an unknown shape, and for one that cannot hold what replaces dropped experts."""
     check_known("export", shape, FORMS)
     check_replacement(shape, plan.has_constants, plan.shares_experts)
     make_layer = FORMS[shape]
-    return {number: make_layer(plan.layers[number], element_size) for number in sorted(plan.layers)}
+    return {number: make_layer(plan.layers[number]) for number in sorted(plan.layers)}
 
 
 def check_replacement(shape: str | None, constants: bool, merged: bool) -> None:
@@ -77,18 +77,17 @@ def check_replacement(shape: str | None, constants: bool, merged: bool) -> None:
         )
 
 
-def fits_family_module(widths: Sequence[int], element_size: int) -> bool:
-    """Whether the experts module of the model's family can hold experts of these `widths`.
-    `element_size`: bytes of one weight."""
-    return len(set(widths)) == 1 and widths[0] > 0 and widths[0] * element_size % KERNEL_BYTES == 0
+def fits_family_module(widths: Sequence[int]) -> bool:
+    """Whether the experts module of the model's family can hold experts of these `widths`."""
+    return len(set(widths)) == 1 and widths[0] > 0 and widths[0] % WIDTH_STEP == 0
 
 
-def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
+def _natural_form(layer: LayerPlan) -> LayerForm:
     """The layer in the shape "natural": the retained experts, each with its retained channels."""
     widths = layer.widths
     if layer.channels is None or min(widths) == layer.width:  # no channel is dropped
         return _stacked_form(layer, layer.width)
-    if fits_family_module(widths, element_size):
+    if fits_family_module(widths):
         return _stacked_form(layer, widths[0])
     # Only packed experts may have owners and constants: an expert that is computed with its owner,
     # or replaced by a constant, has width 0, so `fits_family_module` is False.
@@ -105,7 +104,7 @@ def _natural_form(layer: LayerPlan, element_size: int) -> LayerForm:
     )
 
 
-def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
+def _masked_form(layer: LayerPlan) -> LayerForm:
     """The layer in the shape "masked": all experts with all channels, with zeros for dropped
     experts and dropped channels, or with constants alone."""
     experts = range(layer.n_experts)
@@ -116,15 +115,13 @@ def _masked_form(layer: LayerPlan, element_size: int) -> LayerForm:
     return LayerForm(tuple(experts), stored, novices=novices)
 
 
-def _padded_form(layer: LayerPlan, element_size: int) -> LayerForm:
+def _padded_form(layer: LayerPlan) -> LayerForm:
     """The layer in the shape "padded": all retained experts, each with as many channels as the
-    widest of them. This number is rounded up so that the bytes of a row of down are a multiple of
-    KERNEL_BYTES."""
+    widest of them. This number is rounded up to a multiple of WIDTH_STEP."""
     if layer.width is None:  # a plan of whole experts: no channel is dropped
         return _stacked_form(layer, None)
-    step = max(1, KERNEL_BYTES // element_size)
     # if all retained experts have width 0, they get one step of channels
-    aligned = step * ceil(max(1, *layer.widths) / step)
+    aligned = WIDTH_STEP * ceil(max(1, *layer.widths) / WIDTH_STEP)
     return _stacked_form(layer, min(layer.width, aligned))
 
 
@@ -134,10 +131,9 @@ def _stacked_form(layer: LayerPlan, width: int | None) -> LayerForm:
     return LayerForm(layer.retained, stored, width=None if width == layer.width else width)
 
 
-FORMS: dict[str, Callable[[LayerPlan, int], LayerForm]] = {
+FORMS: dict[str, Callable[[LayerPlan], LayerForm]] = {
     "natural": _natural_form,
     "masked": _masked_form,
     "padded": _padded_form,
 }
-"""Shape -> function that makes the form of a layer; its second argument is the bytes of a
-weight."""
+"""Shape -> function that makes the form of a layer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -44,9 +44,8 @@ def prune(model: Model, plan: Plan) -> Model:
     if not is_on_meta:
         for layer in layers:
             check_in_memory(layer)
-    element_size = cast(torch.Tensor, layers[0].experts.down_proj).element_size()
     # the shape "natural" stores only what is retained, without padding
-    form = make_form(plan, "natural", element_size)
+    form = make_form(plan, "natural")
     pruned = share_copy(model)
     for layer in moe_layers(pruned):
         layer_form = form[layer.index]

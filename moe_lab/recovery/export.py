@@ -11,15 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import open_checkpoint
 from moe_lab.models.discover import linear_modules
 from moe_lab.models.streamed import OUTSIDE, StreamedModel
-from moe_lab.pruning import fits_family_module
 from moe_lab.pruning.cost import NF4_BLOCK
-from moe_lab.pruning.export.layout import bytes_of_weight
 from moe_lab.pruning.export.rewrite import Changes
-from moe_lab.pruning.plan import Plan
 from moe_lab.recovery.apply import (
     TENSORS,
     FourBitMatrix,
@@ -64,26 +59,6 @@ def recovery_changes(
     return Changes(
         recovered.change, sentence.strip(), recovered.config() if recovered.nf4_names else {}
     )
-
-
-def check_widths(source: Path, plan: Plan, dtype: torch.dtype) -> None:
-    """Raise UserError if experts of a layer are stacked in the recovered model but packed in the
-    exported model, or the other way round. The recovered model is in `dtype`, the exported model in
-    the precision of the files in `source`."""
-    stored_bytes = bytes_of_weight(open_checkpoint(source))
-    for number, layer in plan.layers.items():
-        if layer.width is None or min(layer.widths) == layer.width:
-            continue  # no channels are dropped
-        if fits_family_module(layer.widths, stored_bytes) != fits_family_module(
-            layer.widths, dtype.itemsize
-        ):
-            name = str(dtype).removeprefix("torch.")
-            raise UserError(
-                f"export: experts of layer {number} retain {layer.widths[0]} channels, whose rows "
-                f"fit the kernels of transformers either in {name}, in which the recovery was "
-                f"computed, or in the precision of the files in {source}, but not in both: "
-                "expected model.dtype as stored, or widths that are multiples of 8"
-            )
 
 
 class _RecoveredTensors:

@@ -161,14 +161,14 @@ def test_padded_to_the_widest_expert_of_each_layer(name: str, tmp_path: Path) ->
     plan = random_plan(model, "ragged", share=0.8)
     for position, layer_plan in enumerate(plan.layers.values()):
         # each layer is narrower than the one before it
-        layer_plan.channels[:, 18 - 8 * position :] = False
+        layer_plan.channels[:, 14 - 6 * position :] = False
     folder = export(tmp_path / "model", plan, tmp_path / "out", shape="padded")
     padded = load(folder, trust_remote_code=True)
     pruned = prune(model, plan)
     check_close(padded, pruned)
     for layer in moe_layers(padded):
         widths = plan.layers[layer.index].widths
-        assert layer.width == -(-max(widths) // 4) * 4 < 24  # rows of 16 bytes
+        assert layer.width == -(-max(widths) // 8) * 8 < 24
     assert "Experts are filled with zero channels" in (folder / "README.md").read_text()
     padded.set_experts_implementation("grouped_mm")
     check_close(padded, pruned, 1e-4)
@@ -188,7 +188,7 @@ def test_experts_of_one_width_need_code_only_in_some_families(
 ) -> None:
     """In those whose config.json has no field for it."""
     model = tiny.save(name, tmp_path / "model")
-    plan = random_plan(model, "one width", share=0.8, width=12)
+    plan = random_plan(model, "one width", share=0.8, width=16)
     folder = export(tmp_path / "model", plan, tmp_path / "out", shape="natural")
     assert code_files(folder) == (set() if stock else {"pruned.py", "ragged.py"})
     check_close(load(folder, trust_remote_code=not stock), prune(model, plan), 0)
@@ -198,10 +198,10 @@ def test_experts_padded_to_one_width_need_no_code(tmp_path: Path) -> None:
     model = tiny.save("qwen3_moe", tmp_path / "model")
     plan = random_plan(model, "ragged", share=0.8, width=12)
     for layer in plan.layers.values():
-        layer.channels[:, 18:] = False
+        layer.channels[:, 14:] = False
     folder = export(tmp_path / "model", plan, tmp_path / "out", shape="padded")
     assert code_files(folder) == set()
-    changed = {"moe_intermediate_size": 20, "num_local_experts": 13, "num_experts": 13}
+    changed = {"moe_intermediate_size": 16, "num_local_experts": 13, "num_experts": 13}
     assert config_of(folder) == {**config_of(tmp_path / "model"), **changed}
     check_close(load(folder, trust_remote_code=False), prune(model, plan), 1e-5)
 
@@ -280,7 +280,7 @@ def test_exports_are_not_exported_again(olmoe: Any, tmp_path: Path) -> None:
 def test_unknown_families_cannot_have_layers_that_differ(
     way: str, olmoe: Any, tmp_path: Path
 ) -> None:
-    plan = random_plan(olmoe, way, share=None if way == "uneven" else 1.0, width=12)
+    plan = random_plan(olmoe, way, share=None if way == "uneven" else 1.0, width=16)
     reconfigure(tmp_path / "model", model_type="homemade")
     check_refused(tmp_path / "model", "model_type=homemade", plan)
 

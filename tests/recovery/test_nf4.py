@@ -34,7 +34,7 @@ from moe_lab.recovery.apply import (
     recovered,
     storage_bytes,
 )
-from moe_lab.recovery.export import check_widths, recovery_changes
+from moe_lab.recovery.export import recovery_changes
 
 functional = pytest.importorskip("bitsandbytes.functional")
 
@@ -304,21 +304,6 @@ def test_export_with_maps_in_4_bits_has_a_card_and_aligned_tensors(folders: Path
         unaligned = [entry.start for entry in entries.values() if entry.start % 64]
         aligned = [entry.start for entry in entries.values() if entry.size % 64 == 0]
         assert all(start > max(aligned, default=0) for start in unaligned)
-
-
-def test_widths_that_are_aligned_in_one_precision_only_are_refused(tmp_path: Path) -> None:
-    """12 channels: 48 bytes of fp32 are a multiple of 16, 24 bytes of bfloat16 are not."""
-    model = tiny.save("olmoe", tmp_path / "model", dtype=torch.bfloat16)
-    for width in (16, 24):  # 24 is all of them
-        check_widths(
-            tmp_path / "model", random_plan(model, "one width", width=width), torch.float32
-        )
-    plan = random_plan(model, "one width", width=12)
-    check_widths(tmp_path / "model", plan, torch.bfloat16)
-    with pytest.raises(
-        UserError, match=r"retain 12 channels.*float32.*expected model\.dtype as stored"
-    ):
-        check_widths(tmp_path / "model", plan, torch.float32)
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from moe_lab.pruning.export.chunks import ExportedTensor
 from moe_lab.pruning.export.config import describe_export, renumbered_files
 from moe_lab.pruning.export.layout import (
     Block,
-    bytes_of_weight,
     exported_tensors,
     predicting_blocks,
 )
@@ -139,7 +138,7 @@ def _describe(
     config = read_json(folder / "config.json")
     layers = _by_number(described["layers"])
     family = family_of(config.get("text_config", config).get("model_type"))
-    form = make_form(plan, shape, bytes_of_weight(checkpoint))
+    form = make_form(plan, shape)
     new_config, code = describe_export(config, described["fields"], form, checkpoint.tensors)
     plan.check_facts(layers, family)
     documents = {**renumbered_files(folder, form), "config.json": new_config}

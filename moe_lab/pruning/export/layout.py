@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import Checkpoint, Entry, bits_of
+from moe_lab.models.checkpoint import Checkpoint, Entry
 from moe_lab.models.families import DISK_SHARED, NOVICE_TENSOR, ExpertTensor, Family
 from moe_lab.pruning import FORMS, Form, LayerForm
 from moe_lab.pruning.export.chunks import (
@@ -264,7 +264,7 @@ def predicting_blocks(
             )
         norms = abs(numbers_of(read_bits(weight, checkpoint.folder), weight.dtype)).sum(1)
         plan = make_plan({0: norms}, {0: n_dropped}, {0: facts}, provenance={})
-        layer = FORMS["natural"](plan.layers[0], 1)
+        layer = FORMS["natural"](plan.layers[0])
         blocks.append(Block(experts, layer, facts["n_experts"], list(routing)))
     return blocks
 
@@ -307,11 +307,13 @@ def exported_tensors(
 def _blocks(
     checkpoint: Checkpoint, family: Family, routing: Mapping[str, int], plan: Plan, form: Form
 ) -> Iterator[Block]:
-    """The MoE block of each layer."""
+    """The MoE block of each layer. UserError for a layer without experts in the checkpoint."""
     tensors: dict[int, dict[str, tuple[Entry, ExpertTensor]]] = {}
     for name, expert_tensor in family.expert_tensors(checkpoint.tensors).items():
         tensors.setdefault(expert_tensor.layer, {})[name] = checkpoint.tensors[name], expert_tensor
     for number, layer in plan.layers.items():
+        if number not in tensors:
+            raise UserError(f"{checkpoint.folder} has no experts of layer {number} that are known")
         names = [name for name, routed_layer in routing.items() if routed_layer == number]
         yield Block(tensors[number], form[number], layer.n_experts, names, layer.width or 0)
 
@@ -321,14 +323,6 @@ def _common_type(types: set[str]) -> str:
     if len(types) == 1:
         return next(iter(types))
     return "F64" if "F64" in types else "F32"
-
-
-def bytes_of_weight(checkpoint: Checkpoint) -> int:
-    """Bytes of one weight of routed experts; 1 for weights of less than 8 bits."""
-    # any family will do: the names of tensors do not depend on it
-    for name in Family().expert_tensors(checkpoint.tensors):
-        return max(1, bits_of(checkpoint.tensors[name].dtype) // 8)
-    raise UserError(f"{checkpoint.folder} has no routed experts that moe_lab knows")
 
 
 def can_bar(names: Iterable[str]) -> bool:

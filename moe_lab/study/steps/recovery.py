@@ -294,11 +294,6 @@ class Export(Step):
         out = files.out / "checkpoint"
         is_recovered = self.pruned.is_recovered
         is_converted = self.shape.format == "gguf"
-        if is_recovered:
-            from moe_lab.recovery.export import check_widths
-
-            # before any work, as it raises UserError for some numbers of retained channels
-            check_widths(source, plan, self._evaluation_dtype(source))
         with TemporaryDirectory(dir=files.out) as scratch:
             pruned_folder = Path(scratch, "pruned") if is_recovered or is_converted else out
             write_pruned(
