@@ -29,7 +29,7 @@ from moe_lab.analysis.render.charts import MENUS, Figure
 from moe_lab.analysis.render.page import Chapter, Page
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats.ranking import headline, overview, ranking_text
-from moe_lab.errors import DISK_FULL
+from moe_lab.errors import DISK_FULL, reason_in
 
 T = TypeVar("T")
 UNWRITABLE = (*DISK_FULL, errno.EROFS, errno.EACCES)
@@ -67,9 +67,8 @@ class Publisher:
             self.failed.append(name)
             log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text(traceback.format_exc(), encoding="utf-8")
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
             self.results.study.reader.record_gap(
-                f"could not be made ({reason}), traceback in {FAILED}/{name}.log", name
+                f"could not be made ({reason_in(error)}), traceback in {FAILED}/{name}.log", name
             )
             return None
         if name not in self.failed:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_lab.allocation import ALLOCATIONS
 from moe_lab.criteria import CRITERIA
-from moe_lab.errors import UserError
+from moe_lab.errors import UserError, reason_in
 from moe_lab.source_code import folder_of, function_digest, module_digest, plugin_modules
 
 
@@ -25,10 +25,9 @@ def load(modules: Iterable[str] = ()) -> list[str]:
         except UserError:  # the module registers a name that exists already
             raise
         except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
-            reason = f"{type(error).__name__}: {error}"
             raise UserError(
-                f"plugins: {module} cannot be imported ({reason}), expected a module on Python's "
-                "path"
+                f"plugins: {module} cannot be imported ({reason_in(error)}), expected a module "
+                "on Python's path"
             ) from None
         functions: list[Callable[..., object]] = [
             criterion.function for criterion in CRITERIA.values()

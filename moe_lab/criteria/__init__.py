@@ -20,7 +20,7 @@ import numpy
 from numpy.typing import NDArray
 
 from moe_lab.config import GATES, CriterionConfig
-from moe_lab.errors import Registry, UserError, check_known
+from moe_lab.errors import Registry, UserError, check_known, reason_in
 from moe_lab.models.files import sha256_of
 from moe_lab.paths import check_name, local_path
 from moe_lab.source_code import function_digest
@@ -316,10 +316,9 @@ def _call_criterion(layer: Layer, parameters: Mapping[str, Any], location: str, 
     except Exception as error:
         # frame 0 is this function; frame 1, if any, is the criterion
         frame = traceback.extract_tb(error.__traceback__)[:2][-1]
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"criterion={name} fails {location} of {layer.n_experts} experts with {layer.width} "
-            f"channels each: {reason} ({frame.filename}, line {frame.lineno})"
+            f"channels each: {reason_in(error)} ({frame.filename}, line {frame.lineno})"
         ) from error
     shape: tuple[int, ...] = (layer.n_experts,)
     units = "experts"

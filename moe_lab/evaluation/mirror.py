@@ -23,7 +23,7 @@ import yaml
 from moe_lab.calibration.sources import DataFile
 from moe_lab.config import BenchmarkConfig
 from moe_lab.config.base import Mistakes, validated
-from moe_lab.errors import UserError, check_known, unknown_name_error
+from moe_lab.errors import UserError, check_known, reason_in, unknown_name_error
 from moe_lab.json_files import Damaged, read_json, write_json
 from moe_lab.models.files import sha256_of
 from moe_lab.paths import conf
@@ -223,11 +223,10 @@ def _download(benchmark: BenchmarkConfig, path: Path) -> tuple[str, Layout]:
         )
         download(allow_patterns=list(files))
     except (OSError, HTTPError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"benchmark {benchmark.name}: {name} could not be downloaded from the hub ({reason}): "
-            "where the hub can be reached, make the mirror there and copy it, or add from=FOLDER "
-            "with files you have"
+            f"benchmark {benchmark.name}: {name} could not be downloaded from the hub "
+            f"({reason_in(error)}): where the hub can be reached, make the mirror there and copy "
+            "it, or add from=FOLDER with files you have"
         ) from error
     return origin, files
 

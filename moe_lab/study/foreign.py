@@ -16,7 +16,7 @@ import moe_lab
 from moe_lab import criteria
 from moe_lab.arguments import Parser
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, check_known
+from moe_lab.errors import UserError, check_known, reason_in
 from moe_lab.evaluation.adapters.evalscope_worker import item_name
 from moe_lab.evaluation.harness import mean_result
 from moe_lab.evaluation.harnesses.evalplus import dataset_of
@@ -131,7 +131,7 @@ def read(path: Path) -> list[ForeignTask]:
                 file_tasks = list(read_file(file))
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 raise UserError(
-                    f"{file} cannot be read ({type(error).__name__}: {error}): expected the file "
+                    f"{file} cannot be read ({reason_in(error)}): expected the file "
                     "as its program wrote it"
                 ) from error
             for task in file_tasks:

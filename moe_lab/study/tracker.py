@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from moe_lab.config import TrackerConfig
-from moe_lab.errors import UserError, check_known
+from moe_lab.errors import UserError, check_known, reason_in
 from moe_lab.json_files import Document, digest
 from moe_lab.result_files import ID_DIGITS, start_of
 from moe_lab.study.store import Store
@@ -85,9 +85,8 @@ def log(settings: TrackerConfig, store: Store, record: Document) -> str:
             options = {"id": run_id, "group": record["study"], "mode": mode, "settings": quiet}
             _log_cell(settings, store, entry, options)
     except wandb.Error as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"tracker=wandb failed ({reason}): WANDB_MODE=offline needs no server"
+            f"tracker=wandb failed ({reason_in(error)}): WANDB_MODE=offline needs no server"
         ) from error
     finally:
         wandb.teardown()  # waits until the process of wandb has written or sent everything

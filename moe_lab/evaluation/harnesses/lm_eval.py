@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from moe_lab.config import BenchmarkConfig
-from moe_lab.errors import UserError, check_known, unknown_name_error, user_errors
+from moe_lab.errors import UserError, check_known, reason_in, unknown_name_error, user_errors
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.harness import Graded, Harness
 from moe_lab.evaluation.items import Answer, Item
@@ -74,7 +74,7 @@ class LmEval(Harness):
                 definition = yaml.load(file.read_bytes(), yaml.CSafeLoader)
             except yaml.YAMLError as error:
                 raise UserError(
-                    f"{source} cannot be read ({' '.join(str(error).split())}): expected YAML "
+                    f"{source} cannot be read ({reason_in(error)}): expected YAML "
                     "without code, such as !function"
                 ) from None
         if not isinstance(definition, dict):
