@@ -192,8 +192,6 @@ USUAL_SHARDS = ("model.safetensors", "model-*-of-*.safetensors")
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 """A file that names another model, which transformers then fetches and loads."""
-OTHER_HEADS = ("Classification", "RewardModel", "QuestionAnswering")
-"""Endings of the names of model classes that give no logits of tokens."""
 OTHER_FORMS = {
     "snapshots/*": "as a model in the hub's cache has: expected that folder, or the model's hub id",
     "models--*": "a model in the hub's cache: expected the model's hub id (owner/name)",
@@ -296,12 +294,6 @@ def described_model(folder: Path) -> dict[str, Any]:
     if not isinstance(content.get("model_type"), str):
         raise UserError(
             f"{folder / 'config.json'} has no model_type: expected that of a language model"
-        )
-    classes = content.get("architectures") or []
-    if any(str(name).endswith(OTHER_HEADS) for name in classes):
-        raise UserError(
-            f"{folder / 'config.json'} has architectures={', '.join(classes)}: expected a language "
-            "model, which has a head for tokens"
         )
     return content
 

@@ -73,6 +73,15 @@ def rewrite(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tens
     save_file(tensors, folder / shard, {"format": "pt"})
 
 
+def _replace_head(folder: Path) -> None:
+    """Replace the head for tokens by that of a classifier."""
+    shard = json.loads((folder / INDEX).read_text())["weight_map"]["lm_head.weight"]
+    tensors = load_file(folder / shard)
+    tensors["score.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, folder / shard, {"format": "pt"})
+    reindex(folder, lambda index: index.update({"score.weight": index.pop("lm_head.weight")}))
+
+
 def _replace_maximum(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.masked_fill(tensor == tensor.max(), value)
 
@@ -235,11 +244,7 @@ DAMAGES = [
     *_file_damages("tokenizer.json", {**INVALID_JSON, "without fields": "{}"}, "tokenizer"),
     *_file_damages("tokenizer_config.json", INVALID_JSON, "tokenizer"),
     *_file_damages("generation_config.json", INVALID_JSON),
-    Damage(
-        "a classifier",
-        lambda f: reconfigure(f, architectures=["OlmoeForSequenceClassification"]),
-        ("OlmoeForSequenceClassification",),
-    ),
+    Damage("a classifier", _replace_head, ("score.weight",)),
     Damage(
         "no head",
         lambda f: rewrite(f, "lm_head.weight", lambda t: None),
