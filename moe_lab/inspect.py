@@ -122,8 +122,8 @@ def _use_rows(model: ModelConfig, facts: Mapping[str, Any]) -> Iterator[TableRow
     from moe_lab import criteria
     from moe_lab.models.config_json import DEQUANTISED, quantization
     from moe_lab.pruning import FORMS
+    from moe_lab.pruning.export import check_quantised
     from moe_lab.pruning.export.layout import can_bar
-    from moe_lab.pruning.export.settings import check_quantised
 
     method = quantization(model)
     if method:

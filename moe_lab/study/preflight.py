@@ -329,17 +329,15 @@ def _export_problems(cell: Cell, config: Config) -> Iterator[str]:
     """A sentence for each problem with the export of the pruned model of a cell."""
     if config.export == ExportConfig() and not config.verify:
         return
-    from moe_lab.pruning.export import settings
+    from moe_lab.pruning.export import check_uneven, export_conflicts
 
     criterion = criteria.CRITERIA.get(cell.criterion.name)
     allocation_rule = allocation.get(cell.allocation.name)
     granularity = criterion.granularity if criterion else None
-    yield from settings.export_conflicts(
-        config.export, cell.model, cell.recovery, verify=config.verify
-    )
+    yield from export_conflicts(config.export, cell.model, cell.recovery, verify=config.verify)
     # the allocation gives layers unequal numbers of experts, or experts unequal numbers of channels
     if granularity in allocation_rule.uneven:
-        yield from user_errors(settings.check_uneven, config.export, allocation_rule.name)
+        yield from user_errors(check_uneven, config.export, allocation_rule.name)
 
 
 def _trial_refusals(cells: Iterable[Cell], config: Config) -> Iterator[str]:

@@ -6,15 +6,22 @@ from __future__ import annotations
 import json
 import os
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from moe_lab.errors import UserError
+from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
+from moe_lab.errors import UserError, user_errors
 from moe_lab.models.checkpoint import INDEX, Checkpoint, open_checkpoint, read_json
-from moe_lab.models.config_json import LAYERS_FIELD, quantization_of
+from moe_lab.models.config_json import (
+    LAYERS_FIELD,
+    check_plain_weights,
+    check_trained_top_k,
+    quantization,
+    quantization_of,
+)
 from moe_lab.models.families import NOVICES, family_of
 from moe_lab.models.files import fingerprint, torch_functions
 from moe_lab.pruning import make_form
@@ -26,7 +33,6 @@ from moe_lab.pruning.export.layout import (
     exported_tensors,
     predicting_blocks,
 )
-from moe_lab.pruning.export.settings import check_quantised
 from moe_lab.pruning.export.write import (
     KEEP_LIST,
     PLAN_FILES,
@@ -44,6 +50,8 @@ CHECK = "moe_lab.pruning.export.check"
 """The module that needs torch."""
 ROUTING_FIELDS = ("n_experts", "top_k", "n_group", "topk_group")
 """Facts of a layer that config.json has to state for the export."""
+ZEROS = ("mxfp4",)
+"""Methods in which an expert whose bytes are all zero has weights of zero."""
 Call = Callable[..., Any]
 """Name of a function of `CHECK`, and its arguments -> its result."""
 
@@ -216,3 +224,70 @@ def _model_name(folder: Path) -> str:
     if resolved.parent.name == "snapshots":
         return resolved.parent.parent.name.removeprefix("models--").replace("--", "/")
     return resolved.name
+
+
+# Checks of settings, before a model is read.
+
+
+def check_quantised(method: str | None, shape: str, channels: bool = False) -> None:
+    """Raise UserError if a checkpoint quantised by `method` (None: not quantised) cannot be
+    exported in `shape`, a value of export.shape. `channels`: whether the plan removes channels."""
+    if method is None:
+        return
+    if channels:
+        raise UserError(
+            f"export={shape}: channels cannot be removed from experts stored as {method}, since "
+            "several weights share a scale: expected a plan of whole experts, or a checkpoint in "
+            "bfloat16 or float32"
+        )
+    if shape == "masked" and method not in ZEROS:
+        raise UserError(
+            "export=masked fills dropped experts with zeros, which is not possible in weights "
+            f"stored as {method}: expected export=natural, or a checkpoint in bfloat16 or float32"
+        )
+
+
+def export_conflicts(
+    export: ExportConfig,
+    model: ModelConfig,
+    recovery: RecoveryConfig,
+    *,
+    verify: bool,
+) -> Iterator[str]:
+    """A sentence for each reason why plans for the model cannot be exported with these settings."""
+    shape_setting = f"export={export.shape}"
+    format_setting = f"export.format={export.format}"
+    recovery_setting = f"recovery={recovery.name}"
+    is_recovered = recovery.name != "none"
+    # sentence -> whether the settings have this conflict
+    conflicts = {
+        f"verify=true compares an export with the masked model, which {recovery_setting} changes: "
+        "expected verify=false with a recovery": verify and is_recovered,
+        f"{format_setting} stores weights in a way of its own, and {recovery_setting} stores some "
+        "in 4 bits: expected a recovery with bits=16": (
+            export.format != "safetensors" and recovery.bits == 4
+        ),
+        f"{shape_setting} has a shape other than that of the model that {recovery_setting} "
+        "changes: expected export=natural with a recovery": (
+            is_recovered and export.shape not in (None, "natural")
+        ),
+    }
+    yield from (sentence for sentence, conflict in conflicts.items() if conflict)
+    if export.shape is None:
+        return
+    yield from user_errors(check_trained_top_k, model, shape_setting)
+    yield from user_errors(check_quantised, quantization(model), export.shape)
+    # settings that need plain weights; a list times False is empty
+    for setting in ["verify=true"] * verify + [format_setting] * (export.format != "safetensors"):
+        yield from user_errors(check_plain_weights, model, setting)
+
+
+def check_uneven(export: ExportConfig, allocation: str) -> None:
+    """Raise UserError if the export is a GGUF file, in which layers and experts of unequal sizes
+    cannot be stored. `allocation`: name of an allocation that gives unequal sizes."""
+    if export.format == "gguf" and export.shape not in (None, "masked"):
+        raise UserError(
+            "export.format=gguf: a GGUF file has one number of experts and one width for all "
+            f"layers, and allocation={allocation} gives them different ones: expected "
+            "allocation=uniform, or export=masked"
+        )
