@@ -365,8 +365,8 @@ def activation_figure(results: Results) -> Figure | None:
     if experts.empty:
         return None
     sizes = experts.groupby(["model", "calibration", "layer"], sort=False)["size"]
-    points = sizes.quantile(list(QUARTILES.values())).unstack().set_axis(list(QUARTILES), axis=1)
-    points = points.reset_index()
+    points = sizes.quantile(np.array([*QUARTILES.values()])).unstack()
+    points = points.set_axis(list(QUARTILES), axis=1).reset_index()
     caption = (
         "Of each expert: the root mean square of its channels, the inputs of its down projection, "
         "over its tokens of the calibration set. Median over the experts of a layer, with "

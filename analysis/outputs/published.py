@@ -61,12 +61,12 @@ class Facts:
         return reader.json(reader.folder(name), file) or {}
 
     def add_protocol(
-        self, number: pd.Series, cell: int, benchmarks: Iterable[str], caveats: Sequence[str]
+        self, scores: pd.DataFrame, cell: int, benchmarks: Iterable[str], caveats: Sequence[str]
     ) -> MeasuredNumber:
-        """Add to a measured number how it was measured: the axes, calibration tokens and search of
-        its cell, and the cell's evaluations on the benchmarks that contribute to the number.
+        """The measured number of a cell, and how it was measured: the axes, calibration tokens and
+        search of the cell, and its evaluations on the benchmarks that contribute to the number.
 
-        number: a row of `Comparison.displayed_scores`."""
+        scores: `Comparison.displayed_scores`."""
         axes = self.cells[cell]
         tokens_of_sets = {
             self._tokens(calibration, axes["model"])
@@ -78,7 +78,9 @@ class Facts:
             for benchmark in benchmarks
             if (cell, benchmark) in self._results
         ]
-        return MeasuredNumber(*number, axes, tokens, self._search(cell), evaluations, caveats)
+        value, low, high = scores.loc[[cell], ["score", "low", "high"]].to_numpy(float)[0]
+        search = self._search(cell)
+        return MeasuredNumber(value, low, high, axes, tokens, search, evaluations, caveats)
 
     def _tokens(self, calibration: str, model: str) -> int | None:
         """Positions of a calibration pass: `rows` rows of `length`; None if they are unknown."""
@@ -166,7 +168,7 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
                 caveats = [f"it is the mean of {seeds} seeds"] if seeds > 1 else []
                 caveats += _caveats_on_missing(comparison, published_target)
                 benchmarks = comparison.weights(measured_target)
-                measured = facts.add_protocol(scores.loc[cell], cell, benchmarks, caveats)
+                measured = facts.add_protocol(scores, cell, benchmarks, caveats)
                 yield number, measured
 
 

@@ -406,8 +406,8 @@ def coverage_cells(comparison: Comparison) -> pd.DataFrame:
     cells = cells_without_recovery(comparison, "channel")
     cells = cells[cells["allocation_name"] == COVERAGE]
     distances = (cells["ratio"] - FIGURE_RATIO).abs()
-    cells = cells[distances == distances.min()]
-    return cells.assign(cell=cells.index, label=settings.method_labels(cells))
+    nearest: pd.DataFrame = cells[distances == distances.min()]
+    return nearest.assign(cell=nearest.index, label=settings.method_labels(nearest))
 
 
 def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:

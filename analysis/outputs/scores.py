@@ -277,7 +277,7 @@ def _blocks(
     # equal texts would have an interval of width 0
     half_width = stdtrit(count - 1, (1 + CONFIDENCE) / 2) * error.where(error > 0)
     # an interval over items leaves out what another seed changes
-    has_seeds = [comparison.all_have_several_seeds([cell]) for _, cell in half_width.index]
+    has_seeds = [len(comparison.plans_by_seed[cell]) > 1 for _, cell in half_width.index]
     half_width.loc[has_seeds] = float("nan")
     numbers = items.groupby(["benchmark", "cell"]).mean().join(mean.add_prefix("Δ "))
     for end, sign in (("low", -1), ("high", 1)):
