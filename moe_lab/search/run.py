@@ -66,6 +66,7 @@ def search(
         parameters,
         lambda schedules: cache.result(schedules, lambda: list(candidates.evaluate(schedules))),
     )
+    seconds = time.perf_counter() - start
     best = max(history, key=lambda row: row["fitness"])  # the first of equal ones
     provenance = {
         "allocation": dict(settings),
@@ -77,21 +78,23 @@ def search(
     }
     plans.plan(best["schedule"], provenance).save(out / "plan.json")
     parquet.write_table(arrow.Table.from_pylist(history), out / "history.parquet")
-    seconds = time.perf_counter() - start
+    # of this process alone, not of earlier runs of a resumed search
+    cost = {"forwards": candidates.forwards, "seconds": round(seconds, 3)}
+    report = {"layers": plans.layers, "settings": asdict(parameters)}
+    write_json(out / "search.json", {**report, **_results(history, best, cost)})
+
+
+def _results(
+    history: Sequence[Mapping[str, Any]], best: Mapping[str, Any], cost: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The best and the uniform schedule, and what the search cost: fields of search.json."""
     uniform = next((row for row in history if row["origin"] == "uniform"), None)
-    report = {
-        "layers": plans.layers,
-        "settings": asdict(parameters),
+    candidates = len({tuple(row["schedule"]) for row in history})
+    return {
         "best": _result(best),
         "uniform": uniform and _result(uniform),
-        "cost": {
-            "candidates": len({tuple(row["schedule"]) for row in history}),
-            # of this process alone, not of earlier runs of a resumed search
-            "forwards": candidates.forwards,
-            "seconds": round(seconds, 3),
-        },
+        "cost": {"candidates": candidates, **cost},
     }
-    write_json(out / "search.json", report)
 
 
 def _result(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lm_eval.tasks import TaskManager
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation import mirror
-from moe_lab.evaluation.harnesses.lm_eval import HARNESS, task_folder
+from moe_lab.evaluation.harness import harness_of
 
 SEED = 1234
 """Default of parameters.fewshot_seed, by which examples are chosen: that of lm-eval."""
@@ -42,7 +42,7 @@ def tasks_and_groups(benchmark: BenchmarkConfig) -> TasksAndGroups:
     UserError when the task evaluates a split other than `benchmark.split`, when the task has fewer
     few-shot examples than it shows, and when an item to evaluate has no right answer.
     """
-    key = json.dumps(HARNESS.question_identity(benchmark))
+    key = json.dumps(harness_of(benchmark).question_identity(benchmark))
     if key not in _tasks_by_identity:
         # only items of a published data set have `data`
         load = _load_defined if benchmark.data is None else _load_published
@@ -73,19 +73,21 @@ def _load_published(benchmark: BenchmarkConfig) -> TasksAndGroups:
         check_known(f"benchmark {benchmark.name}: subset of the mirror", subset, subsets)
         return _Splits(defaultdict(list, subsets[subset]))
 
-    return _load(benchmark, benchmark.task, load_from_mirror, str(task_folder(benchmark)))
+    harness: Any = harness_of(benchmark)
+    return _load(benchmark, benchmark.task, load_from_mirror, str(harness.task_folder(benchmark)))
 
 
 def _load_defined(benchmark: BenchmarkConfig) -> TasksAndGroups:
     """Load a task with items from a local file. Every split of the task has all items. UserError
     for a metric that lm-eval does not have, because code from elsewhere would compute it."""
-    definition = HARNESS.definition(benchmark)
+    harness: Any = harness_of(benchmark)
+    definition = harness.definition(benchmark)
     for metric in definition.get("metric_list", ()):
         field = f"benchmark {benchmark.name}: metric_list.metric"
         check_known(field, metric["metric"], metric_registry)
         if metric.get("hf_evaluate"):
             raise UserError(f"{field}={metric['metric']} with hf_evaluate=true: expected false")
-    items_file = HARNESS.paths(benchmark)[-1]
+    items_file = harness.paths(benchmark)[-1]
     return _load(benchmark, definition, lambda *_, **__: _Splits(defaultdict(lambda: [items_file])))
 
 

@@ -105,31 +105,32 @@ class LmEval(Harness):
     def further_requirements(self, benchmark: BenchmarkConfig, policy: Policy) -> Iterator[str]:
         """Check that the installed lm-eval has the task."""
         if benchmark.data is not None:  # a task of lm-eval itself
-            yield from user_errors(task_folder, benchmark)
+            yield from user_errors(self.task_folder, benchmark)
+
+    def task_folder(self, benchmark: BenchmarkConfig) -> Path:
+        """The folder of lm-eval with the definition of benchmark.task: parameters.folder or, by
+        default, the folder that is named like the task. UserError when the folder or the task does
+        not exist."""
+        package = find_spec("lm_eval")
+        # if lm-eval is not installed, `Harness.missing_requirements` has reported this before
+        assert package is not None and package.origin is not None
+        root = Path(package.origin).parent / "tasks"
+        name = str(benchmark.parameters.get("folder", benchmark.task))
+        folder = root / name
+        # lm-eval would need ten seconds to index the 14,000 files in `root`
+        if not folder.is_dir() or folder == root:
+            parent = folder.parent if folder.parent.is_dir() and folder != root else root
+            folder_names = [
+                str(path.relative_to(root)) for path in parent.iterdir() if path.is_dir()
+            ]
+            raise unknown_name_error(
+                f"benchmark {benchmark.name}: parameters.folder", name, folder_names
+            )
+        task_names: set[str] = set()
+        for file in folder.rglob("*.yaml"):
+            task_names.update(_TASK.findall(file.read_text(encoding="utf-8")))
+        check_known(f"benchmark {benchmark.name}: task", benchmark.task, task_names)
+        return folder
 
 
 HARNESS = LmEval()
-
-
-def task_folder(benchmark: BenchmarkConfig) -> Path:
-    """The folder of lm-eval with the definition of benchmark.task: parameters.folder or, by
-    default, the folder that is named like the task. UserError when the folder or the task does not
-    exist."""
-    package = find_spec("lm_eval")
-    # if lm-eval is not installed, `Harness.missing_requirements` has reported this before
-    assert package is not None and package.origin is not None
-    root = Path(package.origin).parent / "tasks"
-    name = str(benchmark.parameters.get("folder", benchmark.task))
-    folder = root / name
-    # lm-eval would need ten seconds to index the 14,000 files in `root`
-    if not folder.is_dir() or folder == root:
-        parent = folder.parent if folder.parent.is_dir() and folder != root else root
-        folder_names = [str(path.relative_to(root)) for path in parent.iterdir() if path.is_dir()]
-        raise unknown_name_error(
-            f"benchmark {benchmark.name}: parameters.folder", name, folder_names
-        )
-    task_names: set[str] = set()
-    for file in folder.rglob("*.yaml"):
-        task_names.update(_TASK.findall(file.read_text(encoding="utf-8")))
-    check_known(f"benchmark {benchmark.name}: task", benchmark.task, task_names)
-    return folder
