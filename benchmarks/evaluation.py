@@ -42,7 +42,7 @@ from moe_lab.evaluation.adapters import lm_eval_tasks
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
 from moe_lab.evaluation.harness import Graded, harness_of
-from moe_lab.evaluation.harnesses.lm_eval import task_folder
+from moe_lab.evaluation.harnesses.lm_eval import HARNESS
 from moe_lab.evaluation.mirror import benchmarks
 from moe_lab.paths import resolve
 
@@ -245,7 +245,7 @@ def _build_and_run_lm_eval(engine: LoadedModel, configs: Sequence[BenchmarkConfi
     from lm_eval.tasks import TaskManager
 
     for benchmark in configs:
-        manager = TaskManager(include_path=str(task_folder(benchmark)), include_defaults=False)
+        manager = TaskManager(include_path=str(HARNESS.task_folder(benchmark)), include_defaults=False)
         data = {
             "dataset_path": str(mirror.folder(benchmark)),
             "training_split": None,
