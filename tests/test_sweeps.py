@@ -6,6 +6,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -96,16 +97,20 @@ def test_a_dry_run_for_slurm_prints_resources_of_jobs_and_submits_nothing(
     without_data = [replace(benchmark, root=str(tmp_path)) for benchmark in benchmarks]
     with pytest.raises(UserError, match=r"allow_judge=false(.|\n)*has no mirror of it"):
         run.run(dry_run, [(cells, without_data)])
-    lines = [line for line in capsys.readouterr().err.splitlines() if "│" in line]
-    rows = [line.replace("│", " ").split() for line in lines]
-    # kind and number of steps -> resources of their jobs
-    resources = {(row[0], row[1]): row[2:] for row in rows if len(row) == 8}
-    configured, estimated = resources["search", "8"], resources["search", "4"]
-    assert configured[:3] == ["8", "2", "16"]
-    assert configured[-2:] == ["77", "long"]
-    assert estimated[:2] == ["4", "1"]
-    assert estimated[-2:] == ["1440", "default"]
-    assert resources["scores", "1"][:2] == ["8", "0"]
+    scripts = capsys.readouterr().out.split("#!/bin/bash")[1:]
+    jobs = [dict(re.findall(r"#SBATCH --([\w-]+)=(.*)", script)) for script in scripts]
+    of_kind = {
+        kind: [job for job in jobs if job["job-name"].endswith(f".{kind}")]
+        for kind in ("search", "scores")
+    }
+    [configured] = [job for job in of_kind["search"] if job.get("partition") == "long"]
+    [estimated] = [job for job in of_kind["search"] if "partition" not in job]
+    assert (configured["array"], estimated["array"]) == ("0-7%8", "0-3%4"), "searches"
+    assert configured["gpus-per-node"] == "2"
+    assert configured["time"] == "77"
+    assert estimated["gpus-per-node"] == "1"
+    assert estimated["time"] == "1440"
+    assert not any("gpus-per-node" in job for job in of_kind["scores"])
     assert not (tmp_path / "store" / "runs").exists()
 
 
