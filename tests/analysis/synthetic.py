@@ -168,11 +168,7 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
         }
         results.append({**result, "n": items, "expected": items})
     write_frame(root / folder / "samples.parquet", pd.concat(frames))
-    versions = {"lm_eval": "0.0-synthetic"}
-    write_json(
-        root / folder / "result.json",
-        {"schema": 1, "results": results, "protocol": {}, "versions": versions},
-    )
+    write_json(root / folder / "result.json", {"schema": 1, "results": results, "protocol": {}})
     provenance = {
         "moe_lab": "0.0-synthetic",
         "host": "nowhere",
@@ -180,9 +176,12 @@ def _evaluate(root: Path, cell: dict[str, Any], task: str, items: int) -> str:
         "python": "3.11",
     }
     code = {"commit": "0" * 40, "edited": False}
-    provenance |= {"seconds": 1.5, "code": code, "versions": {"torch": "0.0-synthetic"}}
+    provenance |= {"seconds": 1.5, "code": code, "versions": VERSIONS}
     write_json(root / folder / "step.json", {"files": {}, "provenance": provenance})
     return folder
+
+
+VERSIONS = {"lm_eval": "0.0-synthetic", "torch": "0.0-synthetic"}
 
 
 def write_frame(path: Path, frame: pd.DataFrame) -> None:
