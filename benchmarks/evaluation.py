@@ -245,7 +245,9 @@ def _build_and_run_lm_eval(engine: LoadedModel, configs: Sequence[BenchmarkConfi
     from lm_eval.tasks import TaskManager
 
     for benchmark in configs:
-        manager = TaskManager(include_path=str(HARNESS.task_folder(benchmark)), include_defaults=False)
+        manager = TaskManager(
+            include_path=str(HARNESS.task_folder(benchmark)), include_defaults=False
+        )
         data = {
             "dataset_path": str(mirror.folder(benchmark)),
             "training_split": None,

@@ -561,7 +561,7 @@ def _benchmark_config(
     return replace(
         benchmark,
         limit=config.suite.limit,
-        task=str(Path(path, benchmark.task)) if path else benchmark.task,
+        task=str(Path(path, benchmark.task)) if path is not None else benchmark.task,
         root=config.data_root if benchmark.data else None,
         judge=config.judge if harness.judged else None,
         python=config.interpreters.get(benchmark.harness),  # type: ignore[call-overload]

@@ -130,6 +130,7 @@ def fits(document: Any, shape: Any) -> bool:
                                   b is a string, null or missing
     {str: int}                    an object with any keys, whose values are integers
     [int]                         a list of any number of integers
+    (int, str)                    a list of an integer and a string
 
     True and False have the shape bool, but not the shape int.
     """
@@ -141,6 +142,11 @@ def fits(document: Any, shape: Any) -> bool:
         return all(fits(document.get(key), inner) for key, inner in shape.items())
     if isinstance(shape, list):
         return isinstance(document, list) and all(fits(item, shape[0]) for item in document)
+    if isinstance(shape, tuple):
+        same_length = isinstance(document, list) and len(document) == len(shape)
+        return same_length and all(
+            fits(item, inner) for item, inner in zip(document, shape, strict=True)
+        )
     # in Python, True and False are instances of int
     return isinstance(document, shape) and (shape is bool or not isinstance(document, bool))
 

@@ -105,6 +105,11 @@ class LayerPlan:
     """For each expert of `merged_members`, the channel that is added to each channel of its owner.
     None: channel i is added to channel i."""
 
+    @property
+    def dropped(self) -> list[int]:
+        """Ids of the experts whose router rows are dropped, ascending."""
+        return sorted(set(range(self.n_experts)) - set(self.retained))
+
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """(E,): for each expert, the owner of its group. An expert that is in no group is its own

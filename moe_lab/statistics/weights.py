@@ -83,7 +83,7 @@ def expert_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
         (absolute,), (square,) = rows_absolute_and_square(weights[None])
         return {"abs_sum": absolute, "square_sum": square, "count": torch.tensor(weights.numel())}
 
-    layers = _sum_matrices(source, device, measure)
+    layers = sum_matrices(source, device, measure)
     for layer, sums in layers.items():
         if len(set(sums["count"].tolist())) > 1:
             raise _missing_weights(source, layer)
@@ -96,7 +96,7 @@ Measure = Callable[[Axes, torch.Tensor], dict[str, torch.Tensor]]
 the expert."""
 
 
-def _sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
+def sum_matrices(source: Source, device: str, measure: Measure) -> Layers:
     """Layer -> name of a statistic -> (E, ...) fp64. The statistic of an expert is the sum of what
     `measure` returns for its matrices."""
     layers: Layers = {}
@@ -246,7 +246,7 @@ def channel_weight_sums(source: Source, *, device: str = "cpu") -> Statistics:
                 channel_sums["channel_down_abs"] = matrix.abs().sum(1)
         return channel_sums
 
-    layers = _sum_matrices(source, device, measure)
+    layers = sum_matrices(source, device, measure)
     for layer, sums in layers.items():
         if not {"channel_down_square", "channel_up_square"} <= sums.keys():
             raise _missing_weights(source, layer)

@@ -124,7 +124,6 @@ def test_page_says_how_plans_compare_with_chance(page: Page) -> None:
     above = (page.table["Status"] == "above chance").any()
     assert main_finding.startswith("A criterion is above chance on 1 of 1 model") == above
     assert main_finding.startswith("First by average: ") != chance
-    assert summary.partition("\n\n")[2].splitlines()[0] in page.text, "the ranking in words"
 
 
 def man_score(page: Page) -> float:

@@ -488,7 +488,7 @@ def test_added_benchmark_is_asked_graded_and_reported(tmp_path: Path) -> None:
 
 def test_harness_is_a_module_in_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file of that name is all that the configuration asks for."""
-    with pytest.raises(ValueError, match="such as perplexity"):
+    with pytest.raises(ValueError, match="'perplexity'"):
         replace(CODE, harness="perplexityy")
     monkeypatch.setattr("moe_lab.config.evaluation.HARNESSES", tmp_path)
     (tmp_path / "new_harness.py").touch()

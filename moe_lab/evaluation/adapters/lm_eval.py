@@ -17,6 +17,7 @@ from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError, check_known
 from moe_lab.evaluation.adapters.lm_eval_tasks import (
     check_weights,
+    indices_to_evaluate,
     label_of,
     tasks_and_groups,
 )
@@ -97,9 +98,10 @@ def _questions(benchmark: BenchmarkConfig) -> list[_Question]:
     """The questions of all tasks, task by task."""
     tasks_by_name = tasks_and_groups(benchmark)["tasks"]
     questions: list[_Question] = []
-    for task_name, task in tasks_by_name.items():
+    for task_name in indices_to_evaluate(tasks_by_name, benchmark.limit):
+        task = tasks_by_name[task_name]
         requests_by_doc: dict[int, list[Instance]] = {}
-        for request in task.instances or ():  # None for a task of which no item is evaluated
+        for request in task.instances:
             requests_by_doc.setdefault(request.doc_id, []).append(request)
         for number, requests in requests_by_doc.items():
             name = str(requests[0].doc.get("id", number))
