@@ -258,6 +258,7 @@ _EXPECTED = {
     "less_than": "a number below {lt}",
     "less_than_equal": "at most {le}",
     "too_short": "at least {min_length}",
+    "string_too_short": "a text",
 }
 """Kind of mistake -> expected value."""
 

@@ -301,7 +301,7 @@ class SuiteConfig(Group):
     benchmarks: list[str] | None = None
     """Names of files in conf/benchmark; null: those of suite=pocket_no_code for shipped models,
     none for other models."""
-    path: str | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
     """The text file of suite=perplexity, or the folder of suite=bfcl."""
     limit: Positive | None = None
     """Evaluate only the first N items of each benchmark; the report names the limit."""

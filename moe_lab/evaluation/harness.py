@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moe_lab.config import BenchmarkConfig
+from moe_lab.config.base import as_typed
 from moe_lab.errors import UserError, check_known, user_errors
 from moe_lab.evaluation import Policy
 from moe_lab.evaluation.items import Answer, Item
@@ -240,8 +241,8 @@ class Harness(ABC):
             value = getattr(benchmark, name)
             must_be_set = getattr(self, name)
             if must_be_set not in (None, bool(value)):
-                negation = "" if must_be_set else "not "
-                yield f"{name}={value} must {negation}be set with {benchmark.harness}"
+                verb = "needs" if must_be_set else "has no"
+                yield f"{name}={as_typed(value)}: {benchmark.harness} {verb} {name}"
         if benchmark.system_prompt and not benchmark.chat:
             yield "system_prompt is set and chat=false: expected chat=true, or no system prompt"
 

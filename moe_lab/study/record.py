@@ -245,7 +245,7 @@ def _make_report(study: Study, page: Path) -> bool:
             write_text(log, process.stderr, store.file_mode)
         *_, reason = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
         inform(
-            f"moe_lab: the report failed: {reason.removeprefix('analysis: ')} (all that it "
+            f"moe_lab: the report failed: {reason.removeprefix('moe_lab: ')} (all that it "
             f"printed is in {log})"
         )
         return False

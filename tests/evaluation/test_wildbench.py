@@ -95,7 +95,7 @@ def test_wildbench_requires_a_chat_template() -> None:
         for sentence in benchmark_errors([replace(BENCHMARK, chat=False)])
         if "chat" in sentence
     )
-    assert "chat=False must be set with wildbench" in problem
+    assert "chat=false: wildbench needs chat" in problem
 
 
 def row(number: int) -> dict[str, Any]:
