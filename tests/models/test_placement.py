@@ -265,9 +265,12 @@ def torch_of_a_gpu_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cu130")
-    machine.gpu_count.cache_clear()
+    cached = (machine.gpu_count, machine.package_version)
+    for function in cached:
+        function.cache_clear()
     yield imports
-    machine.gpu_count.cache_clear()
+    for function in cached:
+        function.cache_clear()
 
 
 def test_gpus_are_those_that_torch_finds(

@@ -179,15 +179,20 @@ def _run(*command: str, limit: float | None = None) -> subprocess.CompletedProce
     """Run a Slurm command. Raises UserError when the command cannot be started or takes longer than
     `limit` seconds."""
     limit = ANSWER_SECONDS if limit is None else limit
+    # without the path, the error may only say that a folder of PATH is unreadable
+    program = shutil.which(command[0]) or command[0]
     try:
         return subprocess.run(
-            command, capture_output=True, errors="replace", env=environment(), timeout=limit
+            [program, *command[1:]],
+            capture_output=True,
+            errors="replace",
+            env=environment(),
+            timeout=limit,
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"launcher=slurm: {command[0]} has not answered for {limit:g} s") from None
     except OSError as error:
-        # without the program, the error may only say that a folder of PATH is unreadable
-        reason = error.strerror if shutil.which(command[0]) else "there is no such program"
+        reason = error.strerror if program != command[0] else "there is no such program"
         raise UserError(
             f"launcher=slurm: {command[0]} cannot be started ({reason}): start this on a machine "
             "that submits jobs, or use launcher=local"
