@@ -21,6 +21,8 @@ from moe_lab.pruning.plan import Plan
 from moe_lab.statistics import Layers
 from moe_lab.statistics.observe import StatisticsHook
 
+ORDER = "order"
+"""Name of the result of `AlignmentHook`."""
 COMPONENTS = 64
 """Principal components of the weights that REAM compares."""
 
@@ -115,10 +117,10 @@ class AlignmentHook(StatisticsHook):
         return self.unobserved(hidden, index, weights)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """{"order": the result (M, I) of `match_channels`}."""
+        """{ORDER: the result (M, I) of `match_channels`}."""
         if not self.plan.layers[self.layer.index].merged:
-            return {"order": torch.zeros(0, self.layer.width)}
-        return {"order": torch.from_numpy(match_channels(self._costs(), self.layer.width))}
+            return {ORDER: torch.zeros(0, self.layer.width)}
+        return {ORDER: torch.from_numpy(match_channels(self._costs(), self.layer.width))}
 
     def _costs(self) -> Iterator[torch.Tensor]:
         """For each merged expert, the cost (I, I) of adding its channels (columns) to those of its
@@ -146,7 +148,7 @@ def align_by_activations(plan: Plan, sums: Layers) -> Plan:
     describes. `sums`: number of a layer -> result of the hook."""
     return with_alignments(
         plan,
-        {layer: sums[layer]["order"].numpy().astype(numpy.int32) for layer in plan.merged_layers},
+        {layer: sums[layer][ORDER].numpy().astype(numpy.int32) for layer in plan.merged_layers},
     )
 
 

@@ -12,7 +12,12 @@ from typing import Any, Literal
 import torch
 
 from moe_lab.models.streamed import StreamedModel
-from moe_lab.pruning.alignment import align_by_activations, align_by_weights, alignment_hook
+from moe_lab.pruning.alignment import (
+    ORDER,
+    align_by_activations,
+    align_by_weights,
+    alignment_hook,
+)
 from moe_lab.pruning.layer_plan import LayerPlan
 from moe_lab.pruning.mask import mask_layers
 from moe_lab.pruning.plan import Plan
@@ -22,8 +27,7 @@ from moe_lab.statistics.observe import Batch, StatisticsHook
 from moe_lab.statistics.streaming import LayerPass
 
 Sums = dict[str, torch.Tensor]
-"""Sums of one layer by name, fp64, with the matching ORDER of the channels of merged experts."""
-ORDER = "order"
+"""Sums of one layer by name, fp64, and the ORDER of the channels of merged experts."""
 
 
 def prune_sequentially(
@@ -44,9 +48,9 @@ def prune_sequentially(
     which an interrupted run resumes.
     """
 
-    def plan_of(number: int, sums: Sums) -> Plan:
-        plan = choose(number, sums)
-        return align_by_activations(plan, {number: sums}) if ORDER in sums else plan
+    def aligned(plan: Plan, sums: Layers) -> Plan:
+        has_order = any(ORDER in sums_of_layer for sums_of_layer in sums.values())
+        return align_by_activations(plan, sums) if has_order else plan
 
     layer_pass = LayerPass(
         streamed,
@@ -73,7 +77,7 @@ def prune_sequentially(
                     elif plan.merged_layers and align is not None:
                         order = layer_pass.run(number, alignment_hook(plan), keep=False)
                         sums = merge_passes([sums, order])
-                    masks.enter_context(mask_layers([layer], plan_of(number, sums[number])))
+                    masks.enter_context(mask_layers([layer], aligned(plan, sums)))
                 if number + 1 < len(streamed.layers):
                     # without a hook: computes the input of the next layer
                     layer_pass.run(number, None, keep=True)
@@ -81,5 +85,6 @@ def prune_sequentially(
     layers: dict[int, LayerPlan] = {}
     # a resumed pass has the sums of all layers, but not the plans that it made before
     for number, sums_of_layer in layer_pass.result().layers.items():
-        layers |= plan_of(number, sums_of_layer).layers
+        plan = choose(number, sums_of_layer)
+        layers |= aligned(plan, {number: sums_of_layer}).layers
     return Plan(layers, dict(provenance))
