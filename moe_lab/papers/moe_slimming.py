@@ -52,10 +52,10 @@ lost channels (l-r-c in Table 8) or of lost scores (l-r-s). Further blocks are l
 def router_output(sums: Array) -> Array:
     """The softmax over experts (E,) of the mean absolute logit of each, which the released code has
     in place of the sum of gates. sums (2, E): sums of absolute logits, and numbers of tokens."""
-    means = sums[0] / sums[1]
-    exponentials = numpy.exp(means - means.max())
-    softmax: Array = exponentials / exponentials.sum()
-    return softmax
+    from scipy.special import softmax
+
+    prior: Array = softmax(sums[0] / sums[1])
+    return prior
 
 
 PRIORS["moe_slimming.router"] = ("similarity", "router_absolute", router_output)
