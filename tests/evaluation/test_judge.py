@@ -166,11 +166,11 @@ def test_refused_requests_end_the_judge(
 ) -> None:
     """The step does not know judge.url, which may be mended before the next run."""
     monkeypatch.setattr(judges, "PARALLEL", 1)
-    # of which those behind the first are called off
+    # most of which are called off: the next may start before the first has ended the judge
     prompts = ["p"] if requests == 3 else [f"p{n}" for n in range(40)]
     with endpoint(lambda _: reply) as server, pytest.raises(Unavailable) as caught:
         verdicts(settings(server), tmp_path, prompts, len(prompts) - 1)
-    assert len(server.requests) == requests
+    assert requests <= len(server.requests) < max(requests + 1, len(prompts) // 4)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert error_document(caught.value)["transient"]
