@@ -76,6 +76,7 @@ def _task(benchmarks: Sequence[BenchmarkConfig], config: Config) -> Task:
     # the Python in which vLLM is installed
     backend = replace(config.backend, python=config.interpreters.get("vllm"))
     generates = any(benchmark.max_new_tokens for benchmark in benchmarks)
+    is_chat = any(benchmark.chat for benchmark in benchmarks)
     if backend.name == "server" and not generates:
         # a server does not give likelihoods, which `Evaluate` needs
         backend = BackendConfig(name="hf")
@@ -86,14 +87,18 @@ def _task(benchmarks: Sequence[BenchmarkConfig], config: Config) -> Task:
         benchmark.name: Grading(IdentifiedBenchmark.of(benchmark), policy)
         for benchmark in benchmarks
     }
-    questions = {
-        f"questions of {benchmark.name}": Questions.of(benchmark) for benchmark in benchmarks
-    }
-    items = {f"items of {benchmark.name}": Items.of(benchmark) for benchmark in benchmarks}
+    shared = SharedInputs(
+        backend,
+        items={f"items of {benchmark.name}": Items.of(benchmark) for benchmark in benchmarks},
+        questions={
+            f"questions of {benchmark.name}": Questions.of(benchmark)
+            for benchmark in benchmarks
+            if generates
+        },
+    )
 
     def results_of(pruned: Pruned) -> dict[str, Evaluate | Grade]:
         # part of the id only if a benchmark uses the chat template
-        is_chat = any(benchmark.chat for benchmark in benchmarks)
         template = tuple(pruned.model.template_arguments.items()) if is_chat else None
         for name in ("thinking", "thinking_marks"):
             value = getattr(pruned.model, name)
@@ -101,13 +106,13 @@ def _task(benchmarks: Sequence[BenchmarkConfig], config: Config) -> Task:
                 template = (*(template or ()), (name, value))
         checkpoint = _export_step(pruned, backend.name, config)
         if generates:
-            generate = Generate(backend, pruned, checkpoint, template, items, questions)
+            generate = Generate(shared, pruned, checkpoint, template)
             return {name: Grade(grading, generate) for name, grading in gradings.items()}
         ((name, grading),) = gradings.items()
         reference = None
         if grading.benchmark.compares_logits and pruned.plan:
             reference = results_of(Pruned(pruned.loaded))[name]
-        step = Evaluate(backend, pruned, checkpoint, template, items, grading, reference)
+        step = Evaluate(shared, pruned, checkpoint, template, grading, reference)
         return {name: step}
 
     return results_of
@@ -176,22 +181,30 @@ def _check_data(benchmark: BenchmarkConfig, identity: Mapping[str, Any]) -> None
         )
 
 
+class SharedInputs(StepFields):
+    """What the runs of all pruned models on the same benchmarks have in common."""
+
+    backend: BackendConfig
+    items: dict[str, Items]
+    """Role of an input -> items of a benchmark."""
+    questions: dict[str, Questions]
+    """Role of a setting -> benchmark for which texts are generated, in the order of `items`."""
+
+
 class BenchmarkRun(Step):
     """A step that runs a pruned model on the items of benchmarks."""
 
     small = True
     whole_model = True
-    backend: BackendConfig
+    shared: SharedInputs
     pruned: Pruned
     checkpoint: Export | None
     template: Template | None
     """None if no benchmark uses a chat template and the model has no marks of its own."""
-    items: dict[str, Items]
-    """Role of an input -> items of a benchmark."""
 
     @property
     def benchmarks(self) -> Sequence[BenchmarkConfig]:
-        """The benchmarks, each with an identity, in the order of `items`."""
+        """The benchmarks, each with an identity, in the order of `shared.items`."""
         raise NotImplementedError
 
     def label(self) -> str:
@@ -203,26 +216,28 @@ class BenchmarkRun(Step):
         return benchmark_run(
             self.pruned.model,
             self.benchmarks,
-            self.backend,
+            self.shared.backend,
             # the weights with and without the changes
             copies=2 if self.pruned.is_changed else 1,
-            installation_checks=[(engines.check_installed, self.backend)],
+            installation_checks=[(engines.check_installed, self.shared.backend)],
         )
 
     @contextmanager
     def engine(self, files: Files) -> Iterator[engines.Engine]:
         """A context with an engine that runs the pruned and recovered model."""
-        if self.backend.name == "server":
+        if self.shared.backend.name == "server":
             from moe_lab.evaluation.engines.server import served_model
 
             with served_model(
-                self.weights(files), self.backend, self.pruned.model, name=self.folder
+                self.weights(files), self.shared.backend, self.pruned.model, name=self.folder
             ) as server_engine:
                 yield server_engine
-        elif self.backend.name == "vllm":
+        elif self.shared.backend.name == "vllm":
             # an exported checkpoint is already pruned
             plan = None if self.checkpoint else files.plan(self.pruned.plan)
-            engine = files.models.engine(self.weights(files), self.backend, self.pruned.model, plan)
+            engine = files.models.engine(
+                self.weights(files), self.shared.backend, self.pruned.model, plan
+            )
             write_json(files.out / "backend.json", engine.metadata)
             yield engine
         else:
@@ -243,7 +258,7 @@ class BenchmarkRun(Step):
     def answers(self, files: Files) -> list[list[Answer]]:
         """For each benchmark, the model's answers to the items. An interrupted step resumes from a
         cache of its outputs."""
-        items = [step.read(files) for step in self.items.values()]
+        items = [step.read(files) for step in self.shared.items.values()]
         cache = ResultCache(files.partial / COMPUTED)
         with self.engine(files) as engine:
             return collect_answers(engine, list(zip(self.benchmarks, items, strict=True)), cache)
@@ -298,17 +313,15 @@ class Generate(BenchmarkRun):
     group of the suite share batches."""
 
     kind = "generate"
-    questions: dict[str, Questions]
-    """Role of a setting -> benchmark, in the order of `items`."""
 
     @property
     def benchmarks(self) -> Sequence[BenchmarkConfig]:
-        return list(self.questions.values())
+        return list(self.shared.questions.values())
 
     def resources(self) -> Resources:
         disk = sum(answer_bytes(benchmark) for benchmark in self.benchmarks)
         resources = super().resources()._replace(disk=disk)
-        if self.backend.name == "server":
+        if self.shared.backend.name == "server":
             # each step starts a server of its own, so steps gain nothing from sharing a job
             return resources._replace(job=None, steps_per_job="one")
         return resources
