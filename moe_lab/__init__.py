@@ -105,7 +105,8 @@ class ModelStatistics:
     """Statistics of a model, the result of `calibrate`."""
 
     layers: Mapping[int, Mapping[str, Any]]
-    """Decoder layer -> name -> sums, fp64 arrays of the shapes in `moe_lab.statistics`."""
+    """Decoder layer -> name -> sums, fp64 arrays of the shapes in `moe_lab.statistics`. If two
+    passes have sums of the same name, those of the last pass."""
     sums: Mapping[str, Mapping[int, Mapping[str, Any]]]
     """Name of a pass, such as "gradients" -> the sums of the pass, in the form of `layers`."""
     facts: Mapping[str, Any]
@@ -302,16 +303,21 @@ def score(
 
     from moe_lab import criteria
     from moe_lab.errors import UserError
+    from moe_lab.statistics import merge_passes
 
-    if missing := [need for need in criteria.get(criterion).needs if need not in statistics.sums]:
+    needs = criteria.get(criterion).needs
+    if missing := [need for need in needs if need not in statistics.sums]:
         raise UserError(
             f"criterion={criterion} reads {', '.join(missing)}, which these statistics do not "
             f"have: calibrate with criteria=[..., {criterion!r}]"
         )
+    facts = statistics.facts["layers"]
+    # without passes that have other sums of the same names
+    passes = [{layer: {} for layer in facts}, *[statistics.sums[need] for need in needs]]
     table = criteria.score(
         criterion,
-        statistics.layers,
-        statistics.facts["layers"],
+        merge_passes(passes),
+        facts,
         gate=gate,
         seed=seed,
         parameters=parameters,

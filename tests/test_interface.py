@@ -153,6 +153,16 @@ def test_the_example_of_a_sweep_runs(
 CRITERIA = ["reap", "heapr", "aimer"]
 
 
+def test_each_criterion_reads_its_own_passes(model: tuple[Any, Any]) -> None:
+    """Sums of two passes may have the same names."""
+    names = ["channel_gradient", "moe_slimming.channel_gradient"]
+    both = moe_lab.calibrate(*model, GENERAL, criteria=names, **POCKET)
+    of_the_model, of_a_layer = (moe_lab.score(name, both)["score"] for name in names)
+    alone = moe_lab.calibrate(*model, GENERAL, criteria=names[0], **POCKET)
+    assert (of_the_model == moe_lab.score(names[0], alone)["score"]).all()
+    assert (of_the_model != of_a_layer).any()
+
+
 def test_scores_of_a_model_that_transformers_loaded(
     statistics: moe_lab.ModelStatistics,
 ) -> None:

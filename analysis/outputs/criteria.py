@@ -164,6 +164,8 @@ COLUMN_OF_STEP_KIND = {
     "statistics": "Forward pass (s)",
     "gradients": "Backward pass (s)",
     "weight_gradients": "Weight gradients (s)",
+    "layer_loss_gradients": "Backward pass (s)",
+    "layer_loss_weight_gradients": "Weight gradients (s)",
     "ablation": "Ablation (s)",
     "scaling": "Layer scaling (s)",
     "damage": "Exact damage (s)",

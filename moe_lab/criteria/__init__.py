@@ -31,7 +31,14 @@ Function = Callable[..., Array]
 
 FROM_FILE = ("file", "file_channels")
 """Criteria whose scores are read from a file."""
-FROM_TEXT = ("statistics", "damage", "gradients", "weight_gradients")
+FROM_TEXT = (
+    "statistics",
+    "damage",
+    "gradients",
+    "weight_gradients",
+    "layer_loss_gradients",
+    "layer_loss_weight_gradients",
+)
 """Values of `Criterion.needs` that are steps over a calibration set."""
 
 

@@ -1,6 +1,6 @@
 """MoE-Slimming (arXiv 2606.18304): smoothings of layer losses and the assignment of blocks, as its
 text and its released code have them where moe_lab.allocation differs, and the code's prior of
-routers."""
+routers and scores of channels by gradients."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ from moe_lab.allocation.coverage import (
 )
 from moe_lab.allocation.problem import Array, Budgets, apportion
 from moe_lab.allocation.shapes import SMOOTHINGS
+from moe_lab.criteria import criterion
+from moe_lab.criteria.channels import (
+    SLIMMING,
+    channel_activation_gradient,
+    channel_gradient,
+    snip,
+)
 
 ROOTS = 4
 """How often the released code smooths the layer losses of its default, loss_coverage."""
@@ -59,6 +66,20 @@ def router_output(sums: Array) -> Array:
 
 
 PRIORS["moe_slimming.router"] = ("similarity", "router_absolute", router_output)
+
+
+for _function, _pass in (
+    (channel_gradient, "layer_loss_gradients"),
+    (channel_activation_gradient, "layer_loss_gradients"),
+    (snip, "layer_loss_weight_gradients"),
+):
+    criterion(
+        f"moe_slimming.{_function.__name__}",
+        granularity="channel",
+        needs=(_pass,),
+        reference=SLIMMING,
+    )(_function)
+"""The criteria of the same names, with the loss L of moe_lab.papers.moe_slimming_gradients."""
 
 
 def headroom(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:

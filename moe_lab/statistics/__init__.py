@@ -31,6 +31,8 @@ FUNCTIONS = {
     "statistics": "moe_lab.statistics.forward:ForwardHook",
     "damage": "moe_lab.statistics.damage:DamageHook",
     "similarity": "moe_lab.statistics.damage:SimilarityHook",
+    "layer_loss_gradients": "moe_lab.papers.moe_slimming_gradients:ActivationHook",
+    "layer_loss_weight_gradients": "moe_lab.papers.moe_slimming_gradients:WeightHook",
     # hooks of a forward and a backward pass
     "gradients": "moe_lab.statistics.gradients:GradientHook",
     "weight_gradients": "moe_lab.statistics.gradients:WeightGradientHook",
@@ -46,9 +48,8 @@ WITH_BACKWARD = ("gradients", "weight_gradients")
 
 @dataclass
 class Statistics:
-    """Sums per MoE layer. `header`: JSON data with `kind` (forward, damage, similarity, gradients,
-    weight_gradients, weights, channel_weights or weight_distances), and `batches`, a digest of the
-    text, for sums over a text."""
+    """Sums per MoE layer. `header`: JSON data with `kind`, such as weights or gradients, and
+    `batches`, a digest of the text, for sums over a text."""
 
     layers: Layers
     header: dict[str, Any] = field(default_factory=dict)

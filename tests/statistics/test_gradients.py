@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from moe_lab import criteria
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
+from moe_lab.papers.moe_slimming_gradients import ActivationHook, WeightHook
 from moe_lab.statistics import gradients
 from moe_lab.statistics.gradients import (
     LOSS_SCALE,
@@ -19,6 +20,7 @@ from moe_lab.statistics.gradients import (
     head,
     loss_gradient,
 )
+from moe_lab.statistics.observe import collect_statistics
 
 
 def expert_sums(phi: Any, gradient: Any, gate: Any) -> dict[str, torch.Tensor]:
@@ -177,16 +179,21 @@ def by_hand(
         layer.experts.requires_grad_(True)
     for ids, valid in data:
         naive.loss(model, ids, valid).backward()
-    scores = {}
-    for layer in layers:
-        for weight in layer.experts.parameters():
-            weight.data = (weight * weight.grad).abs()
-        products = [layer.projections(expert) for expert in range(layer.n_experts)]
-        scores[layer.index] = {}
-        for role in ("gate", "up", "down"):
-            sums = torch.stack([product[role].sum(1) for product in products])
-            scores[layer.index][f"snip_{role}"] = sums.detach()
-    return scores
+    return {
+        layer.index: {f"snip_{role}": sums for role, sums in weight_products(layer).items()}
+        for layer in layers
+    }
+
+
+def weight_products(layer: Any) -> dict[str, torch.Tensor]:
+    """Projection -> sums (E, I) of |w dL/dw|. The parameters are overwritten."""
+    for weight in layer.experts.parameters():
+        weight.data = (weight * weight.grad).abs()
+    products = [layer.projections(expert) for expert in range(layer.n_experts)]
+    return {
+        role: torch.stack([product[role].sum(1) for product in products]).detach()
+        for role in ("gate", "up", "down")
+    }
 
 
 @pytest.mark.parametrize(
@@ -216,3 +223,61 @@ def test_snip_is_that_of_autograd_by_hand(name: str) -> None:
             actual = result.layers[layer][part]
             assert actual.dtype == torch.float64
             assert (actual - scores).abs().max() < 1e-9 * scores.max()
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3", "qwen2_moe"])
+def test_gradients_of_the_relative_error_of_a_layer(name: str) -> None:
+    """MoE-Slimming's Table 13 (Appendix C.3.1) in its released code: autograd through a second run
+    of each decoder layer, whose routed experts are scaled by 0.9."""
+    data = [naive.batch()]
+    model = naive.model(name, torch.float64)
+    activations = collect_statistics(model, ActivationHook, data).layers
+    weights = collect_statistics(model, WeightHook, data).layers
+    network = tiny.build(name, dtype=torch.float64)
+    # the last layer first, because `weight_products` overwrites weights
+    for layer in reversed(moe_layers(network)):
+        network.requires_grad_(False)
+        layer.experts.requires_grad_(True)
+        gradient = scaled_layer_gradient(network, layer)
+        seen = naive.forward(name, torch.float64)[layer.index]
+        for number, expert in enumerate(seen.experts):
+            down = naive.down_projection(layer, number).detach()
+            of_phi = (expert.gate[:, None] * gradient[expert.token]) @ down
+            expected = expert_sums(expert.phi, of_phi, expert.gate)
+            for key, value in expected.items():
+                error = (activations[layer.index][key][number] - value).abs().max()
+                assert error <= 1e-6 * (value.abs().max() + 1e-30), (layer.index, number, key)
+        for role, sums in weight_products(layer).items():
+            actual = weights[layer.index][f"snip_{role}"]
+            assert (actual - sums).abs().max() < 1e-6 * sums.max()
+
+
+def scaled_layer_gradient(network: Any, layer: Any) -> torch.Tensor:
+    """The gradient (T, H) of the relative error with respect to the routed output before it is
+    scaled by 0.9. The gradients of the experts' weights are in .grad."""
+    ids, valid = naive.batch()
+    decoder_layer = network.get_submodule(f"{layer.stack}.{layer.index}")
+    calls: list[Any] = []
+    routed: list[torch.Tensor] = []
+
+    def keep_call(module: Any, args: Any, kwargs: Any, result: Any) -> None:
+        calls.append((args, kwargs, result))
+
+    def scale(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:
+        result.retain_grad()
+        routed.append(result)
+        return 0.9 * result
+
+    handle = decoder_layer.register_forward_hook(keep_call, with_kwargs=True)
+    network(input_ids=ids, attention_mask=valid.long(), use_cache=False)
+    handle.remove()
+    args, kwargs, teacher = calls[0]
+    handle = layer.experts.register_forward_hook(scale)
+    student = decoder_layer(*args, **kwargs)
+    handle.remove()
+    teacher, student = (y[0] if isinstance(y, tuple) else y for y in (teacher, student))
+    teacher = teacher.detach()
+    errors = (student - teacher).square().sum(-1) / (teacher.square().sum(-1) + 1e-6)
+    (errors * valid).sum().backward()
+    assert routed[0].grad is not None
+    return routed[0].grad.flatten(0, -2)

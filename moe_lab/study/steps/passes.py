@@ -158,6 +158,9 @@ class Pass(Step):
         "damage": Measurement(),
         # similarity of experts, from the outputs of every expert for every token
         "similarity": Measurement(),
+        # gradients of the relative error of one layer
+        "layer_loss_gradients": Measurement(),
+        "layer_loss_weight_gradients": Measurement(can_divide=False, per_layer=expert_weight_bytes),
     }
     reads_text = True
     kind: str = field()
