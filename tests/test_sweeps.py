@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,95 @@ def test_cells_are_those_of_the_published_protocols(name: str) -> None:
         generations = published.get("generations")
         if cell.allocation.name == "evolutionary" and generations:
             assert cell.allocation.parameters["generations"] == int(generations), cell.model.name
+
+
+MONE = {
+    *((name, "mean_output", ratio) for name in ("mone", "mone_freq") for ratio in (0.25, 0.5)),
+    ("channel_activation", "none", 0.5),
+    ("channel_activation", "none", 0.25),
+}
+"""Criterion, replacement and ratio of MoE-Slimming's tables of whole methods."""
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "axes", "values"),
+    [
+        ("Unified, Section 3, Equation 1", "unified_table1", "gate", {"renormalized"}),
+        ("Unified, Section 4.1, Figure 3", "unified_fig3", "gate", {"renormalized"}),
+        ("Unified, Section 5.2, Table 3", "unified_fig3", "ratio", {0.25, 0.5}),
+        (
+            "Unified, Section 1, Figure 2",
+            "unified_fig2",
+            "criterion.name",
+            {"frequency", "seer", "ean", "reap", "mone", "mone_freq"},
+        ),
+        ("HEAPr, Section 4.2, Figure 2", "heapr_fig2", "calibration.order", {"rows"}),
+        ("HEAPr, Section 4.3, Figure 3", "heapr_fig3", "calibration.order", {"rows", "random"}),
+        (
+            "AIMER, Section 5.2, Table 4",
+            "aimer_table4",
+            "model.name ratio",
+            {
+                ("olmoe_1b_7b", 0.5),
+                ("ernie_21b_a3b", 0.5),
+                ("qwen3_30b_a3b_instruct", 0.5),
+            },
+        ),
+        *[
+            (
+                f"MoE-Slimming, Section 5.1, Table {table}",
+                f"coverage_table{table}",
+                "calibration.name",
+                {"c4", "gsm8k", "opencodereasoning"},
+            )
+            for table in (6, 7, 8, 9, 11, 13, 14, 16, 17)
+        ],
+        *[
+            (
+                f"MoE-Slimming, Section 5.2, Table {table}",
+                f"coverage_table{table}",
+                "criterion.name allocation.replacement ratio",
+                MONE,
+            )
+            for table in (3, 5)
+        ],
+        (
+            "MoE-Slimming, Appendix C.3.1, Table 13",
+            "coverage_table13",
+            "criterion.name",
+            {
+                "channel_activation",
+                "channel_weight",
+                "channel_weight_activation",
+                *(
+                    f"{code}{name}"
+                    for code in ("", "moe_slimming.")
+                    for name in ("channel_gradient", "channel_activation_gradient", "snip")
+                ),
+            },
+        ),
+    ],
+)
+def test_sweeps_follow_the_papers(place: str, name: str, axes: str, values: set[object]) -> None:
+    assert set(map(attrgetter(*axes.split()), cells_of(name))) == values, place
+
+
+def test_figures_of_channels_have_qwen3_without_recovery() -> None:
+    """MoE-Slimming, Section 5.4 and Appendix C, Figures 7, 11, 15 and 16."""
+    assert ("qwen3_30b_a3b", 0.25, "none") in {
+        (cell.model.name, cell.ratio, cell.recovery.name) for cell in cells_of("coverage_fig7")
+    }
+
+
+def test_moe_slimming_evaluates_as_opencompass() -> None:
+    """MoE-Slimming, Appendix C.1: eight examples where there are any, and the academic version of
+    LiveCodeBench."""
+    [(_, of_base_models)] = composed("coverage_table4")[1]
+    [(_, of_thinking_models)] = composed("coverage_table4_thinking")[1]
+    by_name = {benchmark.name: benchmark for benchmark in (*of_base_models, *of_thinking_models)}
+    assert by_name["gsm8k_8shot"].shots == 8
+    assert by_name["livecodebench_v6"].sampling.samples == 6
+    assert by_name["livecodebench_v6"].parameters["seconds"] == 6
 
 
 def step_ids(name: str) -> dict[str, str]:
