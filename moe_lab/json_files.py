@@ -45,7 +45,7 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
     permissions of the file; None: those of the umask."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         if mode is not None:
             temporary.chmod(mode)
         temporary.replace(path)

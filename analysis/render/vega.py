@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+
+from moe_lab.json_files import write_text
+from moe_lab.paths import cache_folder
 
 VEGA_LITE = "6.4"
 """Version of Vega-Lite for which charts are declared; vl-convert brings it."""
 
 
 def library() -> str:
-    """The JavaScript of Vega, Vega-Lite and vega-embed, for a page without network."""
+    """The JavaScript of Vega, Vega-Lite and vega-embed, for a page without network. It is kept in
+    the user's cache, because putting it together takes more than a second."""
     import vl_convert
 
-    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    file = cache_folder("vega") / f"{vl_convert.__version__}.js"
+    with suppress(OSError):
+        return file.read_text("utf-8")
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, bundle)
+    return bundle
 
 
 def draw(chart: Path, file_format: str) -> bytes:
