@@ -25,6 +25,7 @@ from moe_lab.analysis import differences, names, report
 from moe_lab.analysis.__main__ import main
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.registry import REGISTERED, Item, Results, find
+from moe_lab.analysis.render import vega
 from moe_lab.analysis.render.table import Table
 
 pytestmark = pytest.mark.slow
@@ -624,3 +625,13 @@ def test_page_without_javascript_says_so(browser: Any, small_report: Path) -> No
     [document] = snapshot["documents"]
     shown = [snapshot["strings"][index] for index in document["layout"]["text"] if index >= 0]
     assert any("JavaScript, which is switched off here" in text for text in shown)
+
+
+def test_the_javascript_is_put_together_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = vega.library()
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda *_: "")
+    assert vega.library() == library
+    assert "vegaEmbed" in library
