@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from operator import itemgetter
 
 import numpy
 
@@ -66,6 +67,8 @@ def router_output(sums: Array) -> Array:
 
 
 PRIORS["moe_slimming.router"] = ("similarity", "router_absolute", router_output)
+PRIORS["moe_slimming.moving_average"] = ("moving_averages", "moving_average", itemgetter(0))
+"""`ala1` as an exponential moving average over batches (Section 4.1)."""
 
 
 for _function, _pass in (
@@ -79,7 +82,7 @@ for _function, _pass in (
         needs=(_pass,),
         reference=SLIMMING,
     )(_function)
-"""The criteria of the same names, with the loss L of moe_lab.papers.moe_slimming_gradients."""
+"""The criteria of the same names, with the loss L of moe_slimming_passes.LayerLossHook."""
 
 
 def headroom(budgets: Budgets, scores: Mapping[int, Array], alignment: Alignment) -> Budgets:

@@ -31,8 +31,9 @@ FUNCTIONS = {
     "statistics": "moe_lab.statistics.forward:ForwardHook",
     "damage": "moe_lab.statistics.damage:DamageHook",
     "similarity": "moe_lab.statistics.damage:SimilarityHook",
-    "layer_loss_gradients": "moe_lab.papers.moe_slimming_gradients:ActivationHook",
-    "layer_loss_weight_gradients": "moe_lab.papers.moe_slimming_gradients:WeightHook",
+    "layer_loss_gradients": "moe_lab.papers.moe_slimming_passes:ActivationHook",
+    "layer_loss_weight_gradients": "moe_lab.papers.moe_slimming_passes:WeightHook",
+    "moving_averages": "moe_lab.papers.moe_slimming_passes:MovingAverageHook",
     # hooks of a forward and a backward pass
     "gradients": "moe_lab.statistics.gradients:GradientHook",
     "weight_gradients": "moe_lab.statistics.gradients:WeightGradientHook",

@@ -9,8 +9,9 @@ from torch.nn.functional import cross_entropy
 from moe_lab import criteria
 from moe_lab.errors import UserError
 from moe_lab.models.discover import moe_layers
-from moe_lab.papers.moe_slimming_gradients import ActivationHook, WeightHook
+from moe_lab.papers.moe_slimming_passes import ActivationHook, MovingAverageHook, WeightHook
 from moe_lab.statistics import gradients
+from moe_lab.statistics.forward import ForwardHook
 from moe_lab.statistics.gradients import (
     LOSS_SCALE,
     GradientHook,
@@ -250,6 +251,30 @@ def test_gradients_of_the_relative_error_of_a_layer(name: str) -> None:
         for role, sums in weight_products(layer).items():
             actual = weights[layer.index][f"snip_{role}"]
             assert (actual - sums).abs().max() < 1e-6 * sums.max()
+
+
+def test_moving_averages_are_those_of_the_batches_that_an_expert_has() -> None:
+    """MoE-Slimming, Section 4.1, with the weight .9 of its released code."""
+    ids, valid = tiny.tokens(rows=3, length=5), torch.ones(3, 5, dtype=torch.bool)
+    valid[1, 2:] = False
+    data = [(ids[row : row + 1], valid[row : row + 1]) for row in range(3)]
+    model = naive.model("olmoe")
+    averages = collect_statistics(model, MovingAverageHook, data).layers
+    of_batches = [collect_statistics(model, ForwardHook, [batch]).layers for batch in data]
+    unused = 0
+    for layer, sums in averages.items():
+        for expert, average in enumerate(sums["moving_average"][0].tolist()):
+            values = [
+                float(of_batch[layer]["ala_first"][expert] / batch[1].sum())
+                for of_batch, batch in zip(of_batches, data, strict=True)
+                if of_batch[layer]["tokens"][expert]
+            ]
+            expected = values[0] if values else 0.0
+            for value in values[1:]:
+                expected = 0.9 * expected + 0.1 * value
+            assert average == pytest.approx(expected, rel=1e-6, abs=1e-12)
+            unused += len(values) < len(data)
+    assert unused
 
 
 def scaled_layer_gradient(network: Any, layer: Any) -> torch.Tensor:

@@ -161,6 +161,8 @@ class Pass(Step):
         # gradients of the relative error of one layer
         "layer_loss_gradients": Measurement(),
         "layer_loss_weight_gradients": Measurement(can_divide=False, per_layer=expert_weight_bytes),
+        # moving averages over batches, which depend on the order of the batches
+        "moving_averages": Measurement(can_divide=False),
     }
     reads_text = True
     kind: str = field()
