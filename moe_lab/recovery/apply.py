@@ -53,6 +53,12 @@ def save_tuned(out: Path, tensors: Mapping[str, torch.Tensor], report: Mapping[s
     write_json(out / REPORT, report)
 
 
+def tuned_names(file: Path) -> list[str]:
+    """Names of the tensors in `file`."""
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
 def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
     """Replace parameters of `model` by the tensors in `file` whose names begin with `prefix`.
     Returns these names."""
@@ -105,7 +111,7 @@ def _quantize_experts(model: Any) -> None:
     """Store the weights of all routed experts as NF4."""
     for layer in routed_layers(model):
         experts: Any = layer.experts
-        for name, matrices in _matrices(experts).items():
+        for name, matrices in expert_matrices(experts).items():
             stack = FourBitMatrices(map(FourBitMatrix, matrices))
             delattr(experts, name)
             setattr(experts, name, stack)
@@ -121,7 +127,7 @@ def _ragged_weights(
     return gate_up[expert], down[expert]
 
 
-def _matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
+def expert_matrices(experts: Any) -> dict[str, Sequence[torch.Tensor]]:
     """Name of a stack of weights -> the matrix (rows, columns) of each expert. Stacks of biases,
     which have only two axes, are left out."""
     if is_ragged(experts):
@@ -141,18 +147,7 @@ def rounded_experts(experts: Any) -> dict[str, torch.Tensor]:
         name: torch.cat([FourBitMatrix(matrix)() for matrix in matrices]).view_as(
             getattr(experts, name)
         )
-        for name, matrices in _matrices(experts).items()
-    }
-
-
-def nf4_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The matrix `weight` (rows, columns) in NF4, as bitsandbytes stores it in a checkpoint: suffix
-    of the weight's name -> tensor. The tensors encode the numbers of a FourBitMatrix if the number
-    of columns is a multiple of NF4_BLOCK."""
-    packed, state = _to_nf4(weight.detach())
-    return {
-        "": packed,
-        **{f".{name}": tensor for name, tensor in state.as_dict(packed=True).items()},
+        for name, matrices in expert_matrices(experts).items()
     }
 
 
@@ -175,7 +170,12 @@ class FourBitMatrix(nn.Module):
         flat = matrix.detach().reshape(-1)
         # Each block is made a row, because bitsandbytes 0.50 on the CPU dequantises rows that end
         # inside a block wrongly.
-        packed, self.state = _to_nf4(pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK))
+        packed, self.state = bitsandbytes_functional().quantize_4bit(
+            pad(flat, (0, -len(flat) % NF4_BLOCK)).view(-1, NF4_BLOCK),
+            blocksize=NF4_BLOCK,
+            quant_type="nf4",
+            compress_statistics=True,
+        )
         if not len(flat):
             self.state.offset.zero_()  # the mean of no scales would be NaN
         # As buffers, the tensors of the state move with the model, and `storage_bytes` counts them.
@@ -212,15 +212,6 @@ class FourBitLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out), computed in the dtype of `rows`."""
         return linear(rows, self.weight(), self.bias)
-
-
-def _to_nf4(matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """(packed weights, state with the scales and their mean): `matrix` in the NF4 format of
-    bitsandbytes."""
-    packed, state = bitsandbytes_functional().quantize_4bit(
-        matrix, blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True
-    )
-    return packed, state
 
 
 @cache

@@ -34,10 +34,9 @@ from moe_lab.models.files import fingerprint
 from moe_lab.models.transformers_private import NameMapping
 from moe_lab.pruning.export import chunks, export
 from moe_lab.pruning.export.card import model_card
-from moe_lab.pruning.export.rewrite import Changes
-from moe_lab.pruning.export.rewrite import rewrite as rewrite_export
 from moe_lab.pruning.export.verify import TOLERANCE, verify
 from moe_lab.pruning.export.write import KEEP_LIST, PLAN_FILES
+from moe_lab.pruning.export.write import rewrite as rewrite_export
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
 from moe_lab.study.steps.plans import plan_in
@@ -233,8 +232,7 @@ def test_subfolders_that_transformers_reads_are_copied(
     """Further chat templates, also where the weights are written again."""
     folder = export(tmp_path / "model", with_subfolders, tmp_path / "out")
     if rewritten:
-        changes = Changes(lambda name, tensor: {name: tensor}, "Nothing was changed.")
-        folder = rewrite_export(folder, changes, tmp_path / "again")
+        folder = rewrite_export(folder, {}, "Nothing was changed.", tmp_path / "again")
     assert AutoTokenizer.from_pretrained(folder).chat_template["tool_use"].endswith("tools")
     assert (folder / "custom_generate" / "generate.py").is_file()
     assert not (folder / "original").exists()

@@ -591,7 +591,6 @@ IMPOSSIBLE = [
     (["recovery=pocket_merge_fit"], "fits merged experts, and allocation.replacement=none"),
     (["export=masked", "recovery=nf4"], "recovery=nf4 changes: expected export=natural"),
     (["export=natural", "export.format=gguff"], "did you mean gguf"),
-    (["export=natural", "export.format=gguf", "recovery=nf4"], "expected a recovery with bits=16"),
     (
         ["export=natural", "export.format=gguf", "allocation=global"],
         "gguf: a GGUF file has one number of experts",

@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_lab.config import ExportConfig, ModelConfig, RecoveryConfig
 from moe_lab.errors import UserError, user_errors
-from moe_lab.models.checkpoint import INDEX, Checkpoint, open_checkpoint, read_json
+from moe_lab.models.checkpoint import Checkpoint, open_checkpoint, read_json
 from moe_lab.models.config_json import (
     LAYERS_FIELD,
     check_plain_weights,
@@ -40,7 +40,6 @@ from moe_lab.pruning.export.write import (
     copy_others,
     new_folder,
     replace_tokenizer,
-    write_index,
     write_json,
     write_weights,
 )
@@ -89,12 +88,7 @@ def export(
         described = call("describe")
         shards, kind, predicting = _describe(checkpoint, described, plan, shape, work, call)
         replace_tokenizer(work, tokenizer or folder)
-        write_weights(checkpoint, shards, work)
-        tensors = [tensor for content in shards.values() for tensor in content]
-        size = sum(tensor.size for tensor in tensors)
-        if (folder / INDEX).exists():
-            shard_of = {tensor.name: file for file, content in shards.items() for tensor in content}
-            write_index(work, shard_of, size)
+        size = write_weights(checkpoint, shards, work)
         card = model_card(
             plan,
             _model_name(folder),
@@ -263,10 +257,6 @@ def export_conflicts(
     conflicts = {
         f"verify=true compares an export with the masked model, which {recovery_setting} changes: "
         "expected verify=false with a recovery": verify and is_recovered,
-        f"{format_setting} stores weights in a way of its own, and {recovery_setting} stores some "
-        "in 4 bits: expected a recovery with bits=16": (
-            export.format != "safetensors" and recovery.bits == 4
-        ),
         f"{shape_setting} has a shape other than that of the model that {recovery_setting} "
         "changes: expected export=natural with a recovery": (
             is_recovered and export.shape not in (None, "natural")

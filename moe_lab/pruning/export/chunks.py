@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -143,7 +143,15 @@ def bits_in(dtype: str, values: NDArray[Any]) -> NDArray[Any]:
     return bits
 
 
-Chunk: TypeAlias = Span | Constant | Projection
+class Chunk(Protocol):
+    """A part of the bytes of an exported tensor."""
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+
+    def read(self, folder: Path) -> Iterator[bytes | memoryview]:
+        """The bytes, in blocks. `folder`: the folder of the original."""
 
 
 @dataclass(frozen=True)
@@ -159,3 +167,9 @@ class ExportedTensor:
     def size(self) -> int:
         """Bytes of the tensor."""
         return sum(chunk.size for chunk in self.chunks)
+
+
+def copied_tensor(name: str, entry: Entry) -> ExportedTensor:
+    """The tensor `name` as it is in the original, where `entry` says."""
+    content = Span(entry.shard, entry.start, entry.size)
+    return ExportedTensor(name, entry.dtype, entry.shape, (content,))

@@ -25,6 +25,7 @@ from moe_lab.pruning.export.chunks import (
     Projection,
     Span,
     bits_in,
+    copied_tensor,
     numbers_of,
     read_bits,
 )
@@ -288,8 +289,7 @@ def exported_tensors(
     for name, entry in checkpoint.tensors.items():
         tensor: ExportedTensor | None
         if name not in block_of:
-            content = Span(entry.shard, entry.start, entry.size)
-            tensor = ExportedTensor(name, entry.dtype, entry.shape, (content,))
+            tensor = copied_tensor(name, entry)
         elif name in block_of[name].tensors:
             tensor = block_of[name].exported_tensor(name)
         else:

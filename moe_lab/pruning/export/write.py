@@ -10,12 +10,13 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import INDEX, Checkpoint
+from moe_lab.models.checkpoint import INDEX, Checkpoint, open_checkpoint
 from moe_lab.models.files import BESIDE, DESCRIBING, TOKENIZER, paths_in
-from moe_lab.pruning.export.chunks import ExportedTensor
+from moe_lab.pruning.export.card import add_section
+from moe_lab.pruning.export.chunks import ExportedTensor, copied_tensor
 
 KEEP_LIST = "reap_selection.json"
 """File with the ids of the retained experts by layer, called as in models pruned by REAP."""
@@ -68,38 +69,46 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise
 
 
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A context with a new file for writing. At the end, the bytes of the file are on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # shards may be in a folder below the index
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_weights(
     checkpoint: Checkpoint, content: Mapping[str, Sequence[ExportedTensor]], folder: Path
-) -> None:
-    """Write safetensors files into `folder`. `content`: name of a file -> its tensors, in order."""
+) -> int:
+    """Write safetensors files into `folder`, with an index if `checkpoint`, the original, has one.
+    Returns the bytes of all tensors. `content`: name of a file -> its tensors, in order."""
     for shard, tensors in content.items():
         if not tensors:
             continue
-        with new_file(folder / shard) as target:
+        path = folder / shard
+        path.parent.mkdir(parents=True, exist_ok=True)  # may be in a folder below the index
+        with path.open("wb") as target:
             target.write(_header(tensors, checkpoint.metadata[shard]))
             for tensor in tensors:
                 for chunk in tensor.chunks:
                     # each block of bytes is written before the next one is read or computed
                     target.writelines(chunk.read(checkpoint.folder))
+            target.flush()
+            os.fsync(target.fileno())
+    total = sum(tensor.size for tensors in content.values() for tensor in tensors)
+    if (checkpoint.folder / INDEX).exists():
+        shard_of = {tensor.name: shard for shard in content for tensor in content[shard]}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))}
+        write_json(folder / INDEX, index)
+    return total
 
 
-def write_index(folder: Path, shard_of: Mapping[str, str], total: int) -> None:
-    """Write the index of the shards into `folder`. `shard_of`: name of a tensor -> name of its
-    file. `total`: bytes of all tensors."""
-    write_json(
-        folder / INDEX,
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(shard_of.items()))},
-    )
+def rewrite(folder: Path, changed: Mapping[str, ExportedTensor], changes: str, out: Path) -> Path:
+    """Write the exported checkpoint in `folder` to the new folder `out`, which only appears when
+    it is complete; returns `out`. `changed`: name -> tensor to write in its place. `changes`: a
+    sentence for the model card that says what was changed."""
+    checkpoint = open_checkpoint(folder)
+    content: dict[str, list[ExportedTensor]] = {shard: [] for shard in checkpoint.shards}
+    for name, entry in checkpoint.tensors.items():
+        content[entry.shard].append(changed.get(name, copied_tensor(name, entry)))
+    with new_folder(out) as work:
+        total = write_weights(checkpoint, content, work)
+        copy_others(folder, work)
+        text = f"{changes} The weights of this folder take {total:,} bytes."
+        add_section(work, "Changes after pruning", text)
+    return out
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -127,18 +136,9 @@ def _copy_files(folder: Path, target: Path, patterns: Iterable[str]) -> None:
         shutil.copyfile(folder / name, destination)
 
 
-def header_bytes(fields: Mapping[str, Any], min_size: int = 0) -> bytes:
-    """The beginning of a safetensors file: 8 bytes with the length of the header, then the header.
-    The header is `fields` as JSON, and then spaces, so that the beginning has at least `min_size`
-    bytes and the data after it are aligned."""
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    size = max(min_size, 8 + len(text))
-    size += -size % ALIGNMENT
-    return struct.pack("<Q", size - 8) + text.ljust(size - 8)
-
-
 def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a safetensors file with these `tensors` and `metadata`."""
+    """The beginning of a safetensors file: 8 bytes with the length of the header, then the header:
+    JSON, and spaces, so that the data after it are aligned."""
     fields: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
     for tensor in tensors:
@@ -149,4 +149,7 @@ def _header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> b
             "data_offsets": [position, end],
         }
         position = end
-    return header_bytes(fields)
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    size = 8 + len(text)
+    size += -size % ALIGNMENT
+    return struct.pack("<Q", size - 8) + text.ljust(size - 8)

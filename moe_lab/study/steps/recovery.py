@@ -325,17 +325,14 @@ class Export(Step):
     def _write_recovered(self, pruned_folder: Path, out: Path, files: Files) -> None:
         """Write a copy of the checkpoint in `pruned_folder` to `out`, with the weights of the
         recovered model."""
-        from moe_lab.pruning.export.rewrite import rewrite
         from moe_lab.recovery import training_sentence
-        from moe_lab.recovery.export import recovery_changes
+        from moe_lab.recovery.export import write_recovered
 
         dtype = self._evaluation_dtype(pruned_folder)
         text_name = self.finetune.text.name if self.finetune else None
         sentence = training_sentence(self.pruned.recovery, text_name)
-        changes = recovery_changes(
-            pruned_folder, dtype=dtype, sentence=sentence, **self.pruned.recovery_arguments(files)
-        )
-        rewrite(pruned_folder, changes, out)
+        arguments = self.pruned.recovery_arguments(files)
+        write_recovered(pruned_folder, out, dtype=dtype, sentence=sentence, **arguments)
 
     def _evaluation_dtype(self, folder: Path) -> Any:
         """The torch dtype in which the recovered model is evaluated: `self.dtype`, or the dtype of
