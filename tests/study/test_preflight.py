@@ -475,7 +475,7 @@ NUMBERED = {"quant_method": "fp8", "modules_to_not_convert": ["re:.*experts.(0|1
     ("name", "fields", "settings", "message"),
     [
         ("olmoe", {"pruned": {}}, [], "layers differ already"),
-        ("olmoe", {"quantization_config": NUMBERED}, [], "experts by number in several layers"),
+        ("olmoe", {"quantization_config": NUMBERED}, [], "experts by number"),
         ("olmoe", {"num_experts": 8}, [], "of two models"),
         ("deepseek_v3", {}, ["allocation=global"], None),
         ("olmoe", {}, ["criterion=heapr", "allocation=global"], None),

@@ -27,7 +27,7 @@ from moe_lab.models.files import fingerprint, torch_functions
 from moe_lab.pruning import make_form
 from moe_lab.pruning.export.card import CARD, model_card
 from moe_lab.pruning.export.chunks import ExportedTensor
-from moe_lab.pruning.export.config import describe_export, renumbered_files
+from moe_lab.pruning.export.config import check_numbers, describe_export
 from moe_lab.pruning.export.layout import (
     Block,
     exported_tensors,
@@ -143,14 +143,13 @@ def _describe(
     form = make_form(plan, shape)
     new_config, code = describe_export(config, described["fields"], form, checkpoint.tensors)
     plan.check_facts(layers, family)
-    documents = {**renumbered_files(folder, form), "config.json": new_config}
+    check_numbers(folder, form)
     predicting = predicting_blocks(checkpoint, family, form, next(iter(layers.values())))
     shards = exported_tensors(checkpoint, family, described["routing"], plan, form, predicting)
     copy_others(folder, work)
     for name in PLAN_FILES:  # the plan of `folder`, if that is an export
         (work / name).unlink(missing_ok=True)
-    for name, document in documents.items():
-        write_json(work / name, document)
+    write_json(work / "config.json", new_config)
     for name, text in code.items():
         (work / name).write_text(text, encoding="utf-8")
     plan.save(work / "plan.json")

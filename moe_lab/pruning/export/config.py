@@ -3,6 +3,7 @@ one new width."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from copy import deepcopy
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_lab.errors import UserError
-from moe_lab.models.checkpoint import read_json
+from moe_lab.models.checkpoint import read_json_if_there
 from moe_lab.models.config_json import LAYERS_FIELD, QUANTISATION_FILES
 from moe_lab.models.families import (
     ALSO_COUNTS,
@@ -28,15 +29,9 @@ FORMAT = 2
 """Version of the content of `LAYERS_FIELD`. It is raised when a program that reads the older
 version, such as the plugin of vLLM, would misread the newer one."""
 
-DOT = r"\\?\."
-EXPERT_NAME = re.compile(
-    rf"\blayers{DOT}(?P<layer>\d+){DOT}(?:\w+{DOT})*?experts{DOT}(?P<expert>\d+)(?={DOT}(?![*+?])|\$?$)"
-)
-"""A numbered expert of a numbered layer, in the name of a module or in a regular expression that
-names one."""
-OTHER_NUMBER = re.compile(rf"\bexperts{DOT}[^.\\]*?\d")
-"""Any other mention of experts by number, such as `re:.*experts.(0|1).*`."""
-ANY_DIGIT = "[0-9]"
+NUMBERED_EXPERT = re.compile(r'[^"]*\bexperts\\*\.(?:\[0-9\]|[^".\\\d])*+\d[^"]*')
+"""A text in JSON that names an expert by its number: the name of a module, or a regular expression,
+in which [0-9] is no number."""
 SHARED_FIELDS = ("dtype", "torch_dtype", "quantization_config")
 """Fields of a model of texts and images that are also those of its text model."""
 
@@ -57,7 +52,7 @@ def describe_export(
             f"(model_type={config.get('model_type')}, {LAYERS_FIELD} in config.json): export from "
             "the original model"
         )
-    edited: dict[str, Any] = renumbered(config, form)
+    edited = deepcopy(config)
     text_config = edited.get("text_config", edited)
     defaults = {name: value for name, value in fields.items() if name not in text_config}
     text_config.update(defaults)
@@ -211,62 +206,14 @@ def _unrouted_parameters(config: dict[str, Any]) -> int:
     return unrouted
 
 
-# Lists of modules in the description of a quantised checkpoint, which name experts.
-
-
-def renumbered(content: Any, form: Form) -> Any:
-    """A copy of the JSON `content` in which names of modules have the numbers of experts in an
-    export of `form`. Keys and items that name an expert which the export does not have are removed.
-    A name may be a regular expression; UserError if it names experts of several layers by
-    number."""
-    if isinstance(content, dict):
-        renamed = {
-            _renumbered_name(key, form): renumbered(value, form) for key, value in content.items()
-        }
-        renamed.pop(None, None)  # None: the new name of every expert that is not written
-        return renamed
-    if isinstance(content, list):
-        items = [
-            _renumbered_name(item, form) if isinstance(item, str) else renumbered(item, form)
-            for item in content
-        ]
-        # None is an expert that is not written, unless the original item is null
-        return [
-            item
-            for item, original in zip(items, content, strict=True)
-            if item is not None or original is None
-        ]
-    return content
-
-
-def renumbered_files(folder: Path, form: Form) -> dict[str, dict[str, Any]]:
-    """File name -> content as `renumbered` returns it, for each of QUANTISATION_FILES in
-    `folder`."""
-    return {
-        name: renumbered(read_json(folder / name), form)
-        for name in QUANTISATION_FILES
-        if (folder / name).is_file()
-    }
-
-
-def _renumbered_name(name: str, form: Form) -> str | None:
-    """`name` with the number of the expert that it names, in an export of `form`. None if this
-    expert is not written."""
-    match = EXPERT_NAME.search(name)
-    # A number that is left in the rest of the name would name an expert in several layers. The text
-    # [0-9] is no such number: in a regular expression, it stands for any digit.
-    remainder = f"{name[: match.start()]} {name[match.end() :]}" if match else name
-    if OTHER_NUMBER.search(remainder.replace(ANY_DIGIT, "")):
-        raise UserError(
-            f"quantization_config has {name}, which names experts by number in several layers, but "
-            "pruning gives them other numbers in each: expected one name for each layer and "
-            "expert, such as model.layers.0.mlp.experts.3"
-        )
-    if match is None or int(match["layer"]) not in form:
-        return name
-    experts = form[int(match["layer"])].experts
-    expert = int(match["expert"])
-    if expert not in experts:
-        return None
-    start, end = match.span("expert")
-    return f"{name[:start]}{experts.index(expert)}{name[end:]}"
+def check_numbers(folder: Path, form: Form) -> None:
+    """Raise UserError if a file that describes the quantisation of the model in `folder` names
+    experts by number, and experts have other numbers in an export of `form`."""
+    if all(layer.experts == tuple(range(len(layer.experts))) for layer in form.values()):
+        return
+    for name in ("config.json", *QUANTISATION_FILES):
+        if match := NUMBERED_EXPERT.search(json.dumps(read_json_if_there(folder / name))):
+            raise UserError(
+                f"{folder / name} has {match[0]}, which names experts by number, and pruning gives "
+                "them other numbers: expected names that are true of all experts"
+            )
