@@ -41,7 +41,7 @@ from moe_lab.config import BenchmarkConfig, CalibrationConfig, ModelConfig, Reco
 from moe_lab.evaluation import Policy, run
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
-from moe_lab.models.discover import moe_layers
+from moe_lab.models.discover import moe_layers, routed_layers
 from moe_lab.models.load import load_model
 from moe_lab.paths import resolve
 from moe_lab.pruning.plan import Plan
@@ -115,7 +115,7 @@ def _recover_dropped(
             return out
 
         def with_tuned(folder: Path) -> Any:
-            return recovered(model, plan, bits=16, modules=(), tuned=folder)
+            return recovered(model, plan, modules=(), tuned=folder)
 
         dora = trained("dora", settings, text)
         routers = trained(
@@ -123,9 +123,9 @@ def _recover_dropped(
         )
         distilled = trained("distill", RecoveryConfig(**_conf("recovery/pocket_distill")), general)
         print_model("pruned", prune(model, plan))
-        print_model("pruned, NF4", recovered(model, plan, bits=4, modules=MODULES, tuned=None))
+        print_model("pruned, NF4", recovered(model, plan, modules=MODULES, tuned=None))
         print_model("pruned, DoRA", with_tuned(dora))
-        quantised = recovered(model, plan, bits=4, modules=MODULES, tuned=dora)
+        quantised = recovered(model, plan, modules=MODULES, tuned=dora)
         print_model("pruned, DoRA, NF4", quantised)
         print_model("pruned, Router-KD", with_tuned(routers))
         print_model("pruned, DoRA, distilled", with_tuned(distilled))
@@ -152,7 +152,7 @@ def _fit_merged(
             start_time = time.monotonic()
             report = fit(model, tokenizer, plan, settings, general, out=out, partial=out)
             seconds = time.monotonic() - start_time
-            fitted_model = recovered(model, plan, bits=16, modules=(), tuned=out)
+            fitted_model = recovered(model, plan, modules=(), tuned=out)
             print_model(f"{replacement}, fitted", fitted_model)
         experts = report["experts"]
         averaged = statistics.mean(expert["error_averaged"] for expert in experts)
@@ -222,10 +222,10 @@ def _print_score(model: Any, tokenizer: Any, limit: int | None) -> None:
         (answers,) = collect_answers(engine, [(benchmark, run.list_items(benchmark))])
         results = run.grade(answers, benchmark, Path(folder), policy=Policy())
     result = results[0]
-    sizes = storage_bytes(model)
+    experts = sum(storage_bytes(layer.experts) for layer in routed_layers(model))
     print(
-        f"word problems {result['score']:.3f} of {result['n']}, experts {sizes['experts']:9,} "
-        f"bytes, all {sizes['total']:9,} bytes",
+        f"word problems {result['score']:.3f} of {result['n']}, experts {experts:9,} "
+        f"bytes, all {storage_bytes(model):9,} bytes",
         flush=True,
     )
 
@@ -237,7 +237,7 @@ def _print_ratios(
     ids = torch.randint(3, 700, (16, 128), generator=torch.Generator().manual_seed(0))
     all_tokens = torch.ones_like(ids, dtype=torch.bool)
     plain = prune(model, plan)
-    quantised = recovered(model, plan, bits=4, modules=MODULES, tuned=None)
+    quantised = recovered(model, plan, modules=MODULES, tuned=None)
     adapted = prune(model, plan)
     attach(adapted, settings, seed=0)
     # gradients to the embeddings alone

@@ -18,7 +18,7 @@ from torch.nn.functional import linear, pad
 from moe_lab.errors import check_installed
 from moe_lab.exported_code.ragged import replace_tensor
 from moe_lab.json_files import write_json
-from moe_lab.models.discover import is_ragged, linear_modules, part_of, routed_layers
+from moe_lab.models.discover import is_ragged, linear_modules, routed_layers
 from moe_lab.pruning.cost import NF4_BLOCK
 from moe_lab.pruning.plan import Plan
 from moe_lab.pruning.prune import prune
@@ -27,20 +27,17 @@ TENSORS = "tuned.safetensors"
 REPORT = "finetune.json"
 
 
-def recovered(
-    model: Any, plan: Plan, *, bits: int, modules: Sequence[str], tuned: Path | None
-) -> Any:
+def recovered(model: Any, plan: Plan, *, modules: Iterable[str], tuned: Path | None) -> Any:
     """A copy of `model`, pruned by `plan`, with the tensors of a fine-tuning or fit, and quantised.
     The copy shares unchanged tensors with `model`.
 
-    tuned: output folder of the fine-tuning or fit; bits: 4 to store the weights of `modules` as
-    NF4, any other number to leave them.
+    tuned: output folder of the fine-tuning or fit; modules: parts of the model, as in `quantize`,
+    whose weights are stored as NF4.
     """
     result = prune(model, plan)
     if tuned is not None:
         load_tuned(result, tuned / TENSORS)
-    if bits == 4:
-        quantize(result, modules)
+    quantize(result, modules)
     return result
 
 
@@ -79,18 +76,15 @@ def load_tuned(model: nn.Module, file: Path, prefix: str = "") -> list[str]:
 # Below: weights in NF4 with double quantisation. A matrix is dequantised each time it is used.
 
 
-def storage_bytes(model: nn.Module) -> dict[str, int]:
-    """Part of `model` (experts, shared_experts, attention, rest, total) -> bytes of the part's
-    parameters and buffers. Tensors that share memory count once."""
-    sizes = {"experts": 0, "shared_experts": 0, "attention": 0, "rest": 0}
-    addresses: set[tuple[torch.device, int]] = set()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        address = (tensor.device, tensor.data_ptr())
-        # an empty tensor has no bytes, and may have the address of another tensor
-        if tensor.numel() and address not in addresses:
-            addresses.add(address)
-            sizes[part_of(model, name)] += tensor.numel() * tensor.element_size()
-    return {**sizes, "total": sum(sizes.values())}
+def storage_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters and buffers of `module`. Tensors that share memory count once."""
+    sizes = {
+        (tensor.device, tensor.data_ptr()): tensor.nbytes
+        for tensor in (*module.parameters(), *module.buffers())
+        # an empty tensor may have the address of another tensor
+        if tensor.numel()
+    }
+    return sum(sizes.values())
 
 
 def quantize(model: Any, modules: Iterable[str]) -> None:

@@ -38,7 +38,6 @@ def write_recovered(
     out: Path,
     *,
     dtype: torch.dtype,
-    bits: int,
     modules: Sequence[str],
     tuned: Path | None,
     sentence: str,
@@ -46,17 +45,17 @@ def write_recovered(
     """Write the pruned checkpoint in `folder` to the new folder `out`, with the changed weights of
     the model that `apply.recovered` returns. Returns `out`.
 
-    dtype: the precision in which the model was evaluated; bits: 4 to round the weights of `modules`
-    to NF4, any other number to leave them; tuned: output folder of the fine-tuning or fit;
-    sentence: description of the training for the model card, or "".
+    dtype: the precision in which the model was evaluated; modules: parts of the model whose weights
+    are rounded to NF4; tuned: output folder of the fine-tuning or fit; sentence: description of the
+    training for the model card, or "".
 
     Rounded weights are stored as plain numbers, because transformers has no 4-bit form for stacked
     experts. A tensor is stored in the precision of the evaluation, or in that of the files if that
     is wider.
     """
-    recovered = _RecoveredLayers(folder, dtype, modules if bits == 4 else (), tuned)
+    recovered = _RecoveredLayers(folder, dtype, modules, tuned)
     dtype_name = str(dtype).removeprefix("torch.")
-    if bits == 4:
+    if modules:
         sentence += (
             f" Weights of {', '.join(sorted(modules))} were rounded to NF4 with double "
             "quantisation, and are stored as the numbers they were rounded to."

@@ -262,10 +262,10 @@ def test_finetuning_tunes_a_pruned_model_that_is_then_quantised(
     names = load_file(out / "tuned.safetensors").keys()
     assert len(names) == 6
     assert all(".mlp." in name for name in names)
-    tuned = recovered(model, plan, bits=16, modules=(), tuned=out)
+    tuned = recovered(model, plan, modules=(), tuned=out)
     tuned_logits = tiny.logits(tuned)
     assert not torch.equal(tiny.logits(prune(model, plan)), tuned_logits)
-    nf4_logits = tiny.logits(recovered(model, plan, bits=4, modules=["experts"], tuned=out))
+    nf4_logits = tiny.logits(recovered(model, plan, modules=["experts"], tuned=out))
     quantize(tuned, ["experts"])
     assert torch.equal(nf4_logits, tiny.logits(tuned))
     assert not torch.equal(nf4_logits, tuned_logits)
@@ -287,7 +287,7 @@ def test_identity_has_the_use_of_a_text() -> None:
 
 
 def test_identity_lacks_name_and_bits() -> None:
-    stored = recovery(bits=4, modules=["attention"], name="other")
+    stored = recovery(modules=["attention"], name="other")
     assert stored.identity == recovery().identity
 
 

@@ -38,6 +38,10 @@ functional = pytest.importorskip("bitsandbytes.functional")
 PARTS = ["experts", "shared_experts", "attention"]
 
 
+def expert_bytes(model: Any) -> int:
+    return sum(storage_bytes(module) for module in model.modules() if is_experts(module))
+
+
 def dequantized(model: Any, original: Any) -> Any:
     """`original` with the weights that the quantised `model` of the same shape stands for."""
     plain = copy.deepcopy(original)
@@ -112,9 +116,7 @@ def test_model_computes_with_the_weights_it_stands_for(name: str) -> None:
     family, _, ragged = name.partition(" ")
     model = tiny.build(family)
     plan = random_plan(model, ragged) if ragged else tiny.plan(model, 0.0)
-    plain, stored = (
-        recovered(model, plan, bits=bits, modules=PARTS, tuned=None) for bits in (16, 4)
-    )
+    plain, stored = (recovered(model, plan, modules=modules, tuned=None) for modules in ((), PARTS))
     result = tiny.logits(stored)
     expected = tiny.logits(plain)
     assert torch.equal(result, tiny.logits(dequantized(stored, plain)))
@@ -124,14 +126,14 @@ def test_model_computes_with_the_weights_it_stands_for(name: str) -> None:
         key for key in plain.state_dict() if "router" in key or "gate.w" in key or "head" in key
     } <= names
     assert any(isinstance(module, RaggedExperts) for module in stored.modules()) == bool(ragged)
-    assert storage_bytes(stored)["experts"] < storage_bytes(plain)["experts"] / (7 if ragged else 5)
+    assert expert_bytes(stored) < expert_bytes(plain) / (7 if ragged else 5)
 
 
 def test_quantisation_is_repeatable_and_leaves_its_input() -> None:
     model = tiny.build("deepseek_v3")
     original = tiny.cloned_state(model)
     plan = tiny.plan(model, 0.0)
-    once, again = (recovered(model, plan, bits=4, modules=PARTS[:2], tuned=None) for _ in range(2))
+    once, again = (recovered(model, plan, modules=PARTS[:2], tuned=None) for _ in range(2))
     assert not tiny.differing(model.state_dict(), original)
     assert not tiny.differing(once.state_dict(), again.state_dict())
     shared = {
@@ -151,13 +153,13 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- exports
 
 CASES = {
-    "dora": ("qwen2_moe", "even", True, 16, []),
-    "dora_nf4": ("qwen2_moe", "even", True, 4, PARTS),
-    "nf4": ("deepseek_v3", "even", False, 4, ["experts", "shared_experts"]),
-    "dora_nf4_composite": ("composite", "even", True, 4, ["attention"]),
-    "nf4_uneven": ("qwen3_moe", "uneven", False, 4, ["experts", "attention"]),
-    "dora_nf4_ragged": ("olmoe", "ragged", True, 4, ["experts", "attention"]),
-    "dora_transposed": ("gpt_oss", "even", True, 4, ["experts"]),
+    "dora": ("qwen2_moe", "even", True, []),
+    "dora_nf4": ("qwen2_moe", "even", True, PARTS),
+    "nf4": ("deepseek_v3", "even", False, ["experts", "shared_experts"]),
+    "dora_nf4_composite": ("composite", "even", True, ["attention"]),
+    "nf4_uneven": ("qwen3_moe", "uneven", False, ["experts", "attention"]),
+    "dora_nf4_ragged": ("olmoe", "ragged", True, ["experts", "attention"]),
+    "dora_transposed": ("gpt_oss", "even", True, ["experts"]),
 }
 WITHOUT_MOE_LAB = """
 for folder in folders:
@@ -171,7 +173,7 @@ for folder in folders:
 def tune(model: Any, plan: Plan, folder: Path) -> Path:
     """Write other weights for the experts, routers and shared experts of the pruned model, as
     fine-tuning does."""
-    pruned = recovered(model, plan, bits=16, modules=(), tuned=None)
+    pruned = recovered(model, plan, modules=(), tuned=None)
     generator = torch.Generator().manual_seed(3)
     changed = {
         name: weight + 0.02 * torch.randn(weight.shape, generator=generator)
@@ -190,7 +192,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case, exported here and loaded there."""
     root = tmp_path_factory.mktemp("exports")
     save_file({"tokens": tiny.tokens()}, root / "tokens.safetensors")
-    for case, (name, plan_case, tuned, bits, modules) in CASES.items():
+    for case, (name, plan_case, tuned, modules) in CASES.items():
         source = root.parent / f"source-{case}"
         sizes = {"hidden_size": 64} | (
             {"shared_expert_intermediate_size": 32} if name == "qwen2_moe" else {}
@@ -208,12 +210,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
             source / "natural",
             root / case,
             dtype=torch.float32,
-            bits=bits,
             modules=modules,
             tuned=files,
             sentence="It was tuned.",
         )
-        network = recovered(model, plan, bits=bits, modules=modules, tuned=files)
+        network = recovered(model, plan, modules=modules, tuned=files)
         with torch.no_grad():
             expected = {"logits": network(input_ids=tiny.tokens()).logits.contiguous()}
         save_file(expected, case_folder / "expected.safetensors")
@@ -244,6 +245,6 @@ def test_export_of_ragged_experts_is_quantised(folders: Path) -> None:
     model = load_model(
         ModelConfig("ragged", str(folders.parent / "ragged"), trust_remote_code=True)
     )[0]
-    bytes_before = storage_bytes(model)["experts"]
+    bytes_before = expert_bytes(model)
     quantize(model, ["experts"])
-    assert storage_bytes(model)["experts"] < bytes_before / 7
+    assert expert_bytes(model) < bytes_before / 7

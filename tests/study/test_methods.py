@@ -218,14 +218,12 @@ save_file({"logits": logits.contiguous()}, root / "logits.safetensors")
 """
 
 
-def exported_as_evaluated(
-    store: Path, cell: dict[str, Any], folder: Path, bits: int = 16, *modules: str
-) -> str:
+def exported_as_evaluated(store: Path, cell: dict[str, Any], folder: Path, *modules: str) -> str:
     """The card of a cell's export, which gives the logits of the recovered model in a process
     without moe_lab."""
     network = load_model(ModelConfig(name="pocket", path="pocket:olmoe", device="cpu"))[0]
     plan = plan_of(store, cell)
-    evaluated = recovered(network, plan, bits=bits, modules=modules, tuned=store / cell["finetune"])
+    evaluated = recovered(network, plan, modules=modules, tuned=store / cell["finetune"])
     tokens = torch.arange(64)[None]
     save_file({"tokens": tokens}, folder / "tokens.safetensors")
     (folder / "export").symlink_to(store / cell["export"] / "checkpoint")
@@ -285,7 +283,7 @@ def test_a_quantised_fine_tuned_model_is_served_and_exported_as_evaluated(
     assert any(texts)
     assert in_process["evaluate"] != served["evaluate"]
     assert in_process["export"] == served["export"]
-    card = exported_as_evaluated(store, in_process, tmp_path, 4, "experts", "shared_experts")
+    card = exported_as_evaluated(store, in_process, tmp_path, "experts", "shared_experts")
     assert "recovery=pocket_dora_nf4" in card
     assert "pocket_math_search" in card
     assert "rounded to NF4" in card

@@ -199,7 +199,7 @@ class Timing(Step):
             "experts": sorted(
                 {type(module).__name__ for module in model.modules() if is_experts(module)}
             ),
-            "weight_bytes": storage_bytes(model)["total"],
+            "weight_bytes": storage_bytes(model),
         }
         write_json(files.out / "timing.json", conditions)
 

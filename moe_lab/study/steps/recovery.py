@@ -221,10 +221,10 @@ class Pruned(StepFields):
             yield network, tokenizer
 
     def recovery_arguments(self, files: Files) -> dict[str, Any]:
-        """Keyword arguments of `recovery.apply.recovered`: "bits", "modules" and "tuned". The value
-        of "tuned" is the folder with the result of the step `finetune`."""
+        """Keyword arguments of `recovery.apply.recovered`: "modules" and "tuned". The value of
+        "tuned" is the folder with the result of the step `finetune`."""
         tuned = files.folders[self.finetune.id] if self.finetune else None
-        return {**vars(self.storage or Storage()), "tuned": tuned}
+        return {"modules": self.storage.modules if self.storage else (), "tuned": tuned}
 
 
 def pruned_of(cell: Cell) -> Pruned:
