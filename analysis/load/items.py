@@ -80,8 +80,8 @@ def _items_folder(folder: Path, task: str, reader: Reader) -> Path | None:
         return folder
     inputs = reader.step_document(folder).get("inputs", {})
     # an evaluation that grades generated texts has its items from the step that generated them
-    if generate := reader.find_folder(inputs.get("generate", _NO_STEP)):
-        inputs = reader.step_document(generate).get("inputs", {})
+    if "generate" in inputs:
+        inputs = reader.step_document(reader.find_folder(inputs["generate"])).get("inputs", {})
     return reader.find_folder(inputs.get(f"items of {task}", _NO_STEP))
 
 

@@ -70,7 +70,7 @@ class Study:
     origins: pd.DataFrame
     """One row per evaluation: folder, host, machine, python, moe_lab (its version),
     commit, sandbox, too_long and unfinished_thoughts (numbers of items without an answer, for these
-    two reasons), and versions (of libraries)."""
+    two reasons), and protocol (settings of the evaluation, see result.json)."""
     reader: Reader
     notes: Sequence[str] = field(default=())
     """Remarks about the results, such as different versions of a library."""
@@ -83,7 +83,7 @@ class Study:
     @property
     def gaps(self) -> list[Gap]:
         """Missing results in the files that have been read so far."""
-        return list(self.reader.gaps.values())
+        return list(self.reader.gaps)
 
     # Frames that are read at the first access; the functions' docstrings list their columns.
     costs = _property_from_cells(plans.costs)

@@ -88,14 +88,14 @@ def study_of(
         folder=results["benchmark"], expected=results["n"], scale="score", unit=""
     )
     study.calibrations = {(model, "c4"): {"rows": 128, "length": 4096}}
-    study.searches = pd.DataFrame(columns=["generations"])
+    study.searches = pd.DataFrame()
     settings = {"shots": 0, "max_new_tokens": 2048}
     protocols = {
         name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **settings}
         for name in RUN
     }
     study.protocols = protocols
-    study.reader = SimpleNamespace(folder=str, json=lambda name, _: {"protocol": protocols[name]})
+    study.origins = pd.DataFrame({"folder": protocols.keys(), "protocol": protocols.values()})
     return study, comparison
 
 
@@ -230,10 +230,7 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
     }
     study, comparison = study_of(("reap",), **axes)
     study.calibrations[(MODEL, "evol_codealpaca")] = {"rows": 1024, "length": 4096}
-    study.searches = pd.DataFrame({"generations": [30]}, index=[1])
-    study.cells["plan_folder"] = "plan"
-    documents = {"plan": {"provenance": {"search": "evol_search"}}}
-    study.reader.json = lambda name, _: documents.get(name, {"protocol": study.protocols.get(name)})
+    study.searches = pd.DataFrame({"search_set": "evol_search", "generations": [30]}, index=[1])
     table = verdicts(study, comparison, "evoesap.table8")
     reasons = set(
         table.loc[(table["Criterion"] == "REAP") & (table["Benchmark"] == "HumanEval"), "Verdict"]
