@@ -11,12 +11,11 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load.plans import BYTES
 from moe_lab.analysis.load.reader import groups, time_and_memory
 from moe_lab.analysis.load.settings import ALL_BUT_ALLOCATION, is_searched, method_labels
-from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import MEBIBYTE, PEAKS, SEARCHES, run_setup
 from moe_lab.analysis.outputs.score_rows import (
     Block,
     Cost,
-    criterion_colours,
+    cells_without_recovery,
     only_cell,
     score_table,
     sort_cells,
@@ -234,65 +233,31 @@ def cost_table(results: Results) -> Table | None:
     )
 
 
-def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Retained share of the experts in each layer, a row per layer and cell that prunes experts.
+@output(
+    "evoesap.fig1",
+    chapter="search",
+    needs=f"{SEARCHES}, without recovery",
+    aliases=("evoesap.fig3",),
+)
+@per_model
+def density_figure(results: Results, comparison: Comparison) -> Figure | None:
+    """Share of experts retained in each layer, by criterion and allocation.
 
-    Columns: "line" (the cell), "layer", "y" (the share, 0..1), "criterion", "allocation", and
-    "panel" (ratio and calibration set)."""
-    cells = comparison.cells[comparison.cells["granularity"] == "expert"]
-    columns = cells[["criterion", "allocation", "ratio"]].join(
-        display_frame(
-            cells,
-            {"Pruned": "removed_text", "Calibration": "calibration", "Allocation": "allocation"},
-        )
-    )
-    columns["panel"] = columns["Pruned"] + " pruned, " + columns["Calibration"]
+    EvoESAP's Figs. 1 and 3: a panel per ratio and calibration set of a searched allocation, with a
+    line per cell that prunes experts and has no recovery.
+    """
+    cells = cells_without_recovery(comparison, "expert")
+    columns = {"Pruned": "removed_text", "Calibration": "calibration", "Allocation": "allocation"}
+    texts = display_frame(cells, {**columns, "label": "method"})
+    texts["panel"] = texts["Pruned"] + " pruned, " + texts["Calibration"]
+    panels_of_searches = texts["panel"][cells["allocation"].map(is_searched)]
+    texts = texts[texts["panel"].isin(panels_of_searches)]
     # a row per expert, with share 0 or 1 here
-    shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("y").reset_index()
-    rows = shares.join(columns, on="cell", how="inner").sort_values("ratio", kind="stable")
-    return rows.rename(columns={"cell": "line"})
-
-
-EXPERTS_KEPT = charts.number("y", "experts kept", **charts.PERCENT)
-_DENSITIES = "Share of the experts each layer keeps"
-_EQUAL_NUMBERS = "All schedules of a panel remove the same number of experts."
-
-
-@output("evoesap.fig1", chapter="search", needs=SEARCHES)
-@per_model
-def allocations_figure(results: Results, comparison: Comparison) -> Figure | None:
-    """Share of experts retained in each layer, by allocation.
-
-    EvoESAP Fig. 1: a panel per ratio and calibration set, with a line per cell. Panels with a
-    single allocation are left out. Only the criterion with the most allocations is drawn.
-    """
-    shares = densities(results.study, comparison)
-    by_panel = shares.groupby(["criterion", "panel"])
-    shares = shares[by_panel["allocation"].transform("nunique") > 1]
-    if not shares["allocation"].map(is_searched).any():
-        return None
-    counts = shares.groupby("criterion")["allocation"].nunique()
-    candidates = names.in_order(counts.index[counts == counts.max()], names.CRITERIA)
-    criterion = "reap" if "reap" in candidates else candidates[0]
-    shares = shares[shares["criterion"] == criterion]
-    caption = f"{_DENSITIES} when {names.criterion(criterion)} chooses which. {_EQUAL_NUMBERS}"
-    rows = shares.assign(label=shares["allocation"].map(names.allocation_name))
-    return charts.layer_figure("Density schedules", caption, rows, EXPERTS_KEPT)
-
-
-@output("evoesap.fig3", chapter="search", needs=SEARCHES)
-@per_model
-def criteria_figure(results: Results, comparison: Comparison) -> Figure | None:
-    """Share of experts retained in each layer by searched allocations, by criterion.
-
-    EvoESAP Fig. 3: a panel per ratio and calibration set, a line per cell.
-    """
-    shares = densities(results.study, comparison)
-    shares = shares[shares["allocation"].map(is_searched).astype(bool)]
-    if shares.empty:
-        return None
-    labels = shares["criterion"].map(names.criterion)
-    rows = shares.assign(label=labels, method=shares["criterion"])
-    caption = f"{_DENSITIES} under the searched allocation of each criterion. {_EQUAL_NUMBERS}"
-    shown = criterion_colours(rows)
-    return charts.layer_figure("Searched densities", caption, rows, EXPERTS_KEPT, shown)
+    shares = results.study.retained.groupby(["cell", "layer"])["share"].mean().rename("y")
+    rows = texts.join(shares.reset_index("layer"), how="inner").rename_axis("line").reset_index()
+    caption = (
+        "Share of the experts each layer keeps. All schedules of a panel remove the same number of "
+        "experts."
+    )
+    y = charts.number("y", "experts kept", **charts.PERCENT)
+    return charts.layer_figure("Density schedules", caption, rows, y)
