@@ -157,9 +157,7 @@ def task_specific_table(results: Results, criteria: Sequence[str] | None = None)
 )
 def benchmark_table(results: Results) -> Table | None:
     """Every benchmark of every model, with 95 % intervals (also AIMER's Figs. 3 to 5)."""
-    evaluated = {
-        str(name) for comparison in results.measured for name in comparison.benchmark_scores
-    }
+    evaluated = {str(name) for comparison in results.measured for name in comparison.results}
     benchmarks = names.in_order(evaluated, names.BENCHMARKS)
     blocks = []
     for comparison in results.measured:
@@ -287,7 +285,7 @@ def _blocks(
     for column in columns:
         shown += [column, f"Δ {column}", f"Δ {column} low", f"Δ {column} high"]
     with_texts = numbers.index.get_level_values("benchmark")
-    for benchmark in comparison.benchmark_scores.columns.intersection(with_texts):
+    for benchmark in comparison.results.columns.intersection(with_texts):
         frame = display_frame(cells, CELL_COLUMNS)
         frame.insert(1, "Benchmark", names.benchmark(benchmark))
         frame["Score"] = comparison.displayed_scores((benchmark,))["score"]

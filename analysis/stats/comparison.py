@@ -122,11 +122,6 @@ class Comparison:
             return frame
         return frame.groupby(self.representatives, sort=False).mean().reindex(self.cells.index)
 
-    @cached_property
-    def benchmark_scores(self) -> pd.DataFrame:
-        """Scores (cells, benchmarks), each the mean over the seeds with a result."""
-        return self._seed_means(self.results)
-
     def evaluated(self, columns: Iterable[str], cells: Iterable[int]) -> Target:
         """Those of `columns` (displayed columns or benchmarks) on which at least one of these cells
         was evaluated."""

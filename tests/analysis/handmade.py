@@ -98,10 +98,9 @@ class HandmadeStudy(SimpleNamespace):
 def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None) -> Any:
     """A study with the parts that tables read; `costs` has one row per cell."""
     outcomes = comparison.outcomes
-    items = [
-        outcomes[name].shape[1] if name in outcomes else 1 for name in comparison.benchmark_scores
-    ]
-    results = pd.DataFrame({"n": items, "benchmark": comparison.benchmark_scores.columns, **SCORES})
+    benchmarks = comparison.results.columns
+    items = [outcomes[name].shape[1] if name in outcomes else 1 for name in benchmarks]
+    results = pd.DataFrame({"n": items, "benchmark": benchmarks, **SCORES})
     return HandmadeStudy(
         cells=comparison.all_cells,
         results=results.assign(cell=comparison.cells.index[0]),

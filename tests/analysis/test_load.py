@@ -56,7 +56,7 @@ def change_result(store: Path, cell: int, task: str, **values: object) -> None:
 
 def score(study: Study, cell: int, benchmark: str) -> float:
     [comparison] = Results(study).measured
-    return float(comparison.benchmark_scores.loc[cell, benchmark])
+    return float(comparison.score((benchmark,))[cell])
 
 
 def test_complete_store_has_every_cell_result_and_sample(results: Results) -> None:
