@@ -168,10 +168,9 @@ def output(name: str, **fields: Any) -> Callable[[MakerT], MakerT]:
 
 
 def outputs() -> Mapping[str, Output]:
-    """Name -> output, in the order of their modules' names. The output `gaps` is last, because
-    making any other output can add gaps."""
+    """Name -> output, in the order of their modules' names."""
     _import_modules()
-    return dict(sorted(REGISTERED.items(), key=_sort_key))
+    return dict(sorted(REGISTERED.items(), key=lambda item: item[1].make.__module__))
 
 
 @cache
@@ -180,12 +179,6 @@ def _import_modules() -> None:
     package = importlib.import_module("moe_lab.analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"moe_lab.analysis.outputs.{module.name}")
-
-
-def _sort_key(item: tuple[str, Output]) -> tuple[bool, str]:
-    """(whether the output is last, name of the output's module)."""
-    name, output = item
-    return name == "gaps", output.make.__module__
 
 
 def aliases() -> dict[str, str]:

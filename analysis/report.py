@@ -6,7 +6,6 @@ import errno
 import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -194,26 +193,27 @@ def _chapters(
     for name, items_of_output in items_by_output.items():
         shown = [item for item in items_of_output if item not in first]
         items.setdefault(outputs()[name].chapter, []).extend(shown)
-    chapters = [
-        Chapter(anchor, title, items=items.get(anchor, ())) for anchor, title in CHAPTERS.items()
-    ]
-    if results.rankings:
-        chapters[0] = replace(chapters[0], text=overview(results.rankings))
-    chapters += filter(None, [publisher.attempt(PUBLISHED, partial(published_chapter, results))])
+    published = publisher.attempt(PUBLISHED, partial(published_tables, results)) or []
+    items[PUBLISHED] = [table for table in published if table.frame["Deviation"].notna().any()]
     gap_items, _ = publisher.publish([GAPS])
-    gaps = Chapter(GAPS, "Missing results", [completeness(study), *study.notes], gap_items[GAPS])
-    provenance = Chapter(
-        PROVENANCE,
-        "Provenance and files",
-        [setup(study) for setup in (score_setup, pass_setup)],
-        items.get(PROVENANCE, ()),
-        _facts(study),
-    )
-    return [*chapters, gaps, provenance]
+    texts = {
+        RANKING: overview(results.rankings),
+        PUBLISHED: summary([verdict for table in published for verdict in table.frame["Verdict"]]),
+        GAPS: [completeness(study), *study.notes],
+        PROVENANCE: [setup(study) for setup in (score_setup, pass_setup)],
+    }
+    items |= gap_items
+    facts = {PROVENANCE: _facts(study)}
+    return [
+        Chapter(anchor, title, texts.get(anchor, ()), items.get(anchor, ()), facts.get(anchor, {}))
+        for anchor, title in CHAPTERS.items()
+    ]
 
 
+RANKING = "ranking"
+PROVENANCE = "provenance"
 CHAPTERS = {
-    "ranking": "Ranking by average",
+    RANKING: "Ranking by average",
     "winners": "Leading criterion by task and calibration set",
     "cost": "Accuracy versus parameters, FLOPs, storage and time",
     "channels": "Channel criteria and channel budgets",
@@ -229,26 +229,21 @@ CHAPTERS = {
     "attribution": "Attributions by layer and channel",
     "criteria": "Criteria: definitions, inputs and cost",
     "memory": "Architectures and loading memory",
+    PUBLISHED: "Comparison with published numbers",
+    GAPS: "Missing results",
+    PROVENANCE: "Provenance and files",
 }
 """Chapter of outputs -> its title, in the order of the page."""
-PROVENANCE = "provenance"
 
 
-def published_chapter(results: Results) -> Chapter | None:
-    """The chapter that compares the study with the papers. It has the tables in which some number
-    can be compared; its text counts the numbers of all tables. None if all models stand in
-    for published ones, because then no number can be compared."""
+def published_tables(results: Results) -> list[Table]:
+    """The tables that compare the study with the papers. None if all models stand in for
+    published ones, because then no number can be compared."""
     models = results.study.cells["model"].unique()
     if all(published_name("model", model) != model for model in models):
-        return None
+        return []
     items = [item for name in TABLES for item in find(f"{name}.published").items(results)]
-    tables = [item for item in items if isinstance(item, Table)]
-    return Chapter(
-        PUBLISHED,
-        "Comparison with published numbers",
-        summary([verdict for table in tables for verdict in table.frame["Verdict"]]),
-        [table for table in tables if table.frame["Deviation"].notna().any()],
-    )
+    return [item for item in items if isinstance(item, Table)]
 
 
 ORIGINS = {

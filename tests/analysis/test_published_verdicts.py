@@ -27,7 +27,7 @@ from moe_lab.analysis.published.numbers import (
     numbers,
     split,
 )
-from moe_lab.analysis.report import published_chapter
+from moe_lab.analysis.report import published_tables
 from moe_lab.analysis.stats.comparison import Comparison
 
 MODEL = "olmoe_1b_7b"
@@ -136,11 +136,11 @@ def test_columns_are_compared_as_the_papers_average_them() -> None:
 
 def test_the_page_has_the_tables_in_which_a_number_can_be_compared() -> None:
     study, comparison = study_of()
-    chapter = published_chapter(handmade.results_of(study, [comparison]))
-    assert "unified.table5.published" in {table.name for table in chapter.items}
+    tables = published_tables(handmade.results_of(study, [comparison]))
+    assert "unified.table5.published" in {table.name for table in tables}
     study, comparison = study_of(("man",), model="pocket_olmoe")
     comparison.all_cells["model"] = "pocket_olmoe"
-    assert published_chapter(handmade.results_of(study, [comparison])) is None
+    assert not published_tables(handmade.results_of(study, [comparison]))
 
 
 @pytest.mark.parametrize(
