@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import pandas as pd
-
 from moe_lab import progress
 from moe_lab.analysis import names
 from moe_lab.analysis.differences import page_answers, page_plans
@@ -287,21 +285,18 @@ def what_was_run(study: Study) -> str:
     if len(sizes):
         items = names.limits(sizes, "{:g}")
     # at ratio 0 nothing is removed, the model is only recovered
-    kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
+    is_smaller = pruned["ratio"] > 0
+    kind = "pruned model" if is_smaller.all() else "model"
+    shares = pruned[is_smaller].sort_values("ratio", kind="stable")["removed_text"].unique()
+    removed = names.enumeration(shares) or "none"
     models = names.enumeration(dict.fromkeys(study.cells["model"]))
     criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
         f"{criteria} chose which {removed_noun(pruned)} of {models} to remove "
-        f"({_shares_in_words(pruned)}). That gave {count(len(pruned), kind)}, each evaluated like "
-        f"the unpruned one on {benchmarks} of {items} items."
+        f"({removed}). That gave {count(len(pruned), kind)}, each evaluated like the unpruned one "
+        f"on {benchmarks} of {items} items."
     )
-
-
-def _shares_in_words(pruned: pd.DataFrame) -> str:
-    """Text on the removed shares: `25 % and 50 %`; `none` if nothing was removed."""
-    ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
-    return names.enumeration(dict.fromkeys(ordered["removed_text"])) or "none"
 
 
 def completeness(study: Study) -> str:

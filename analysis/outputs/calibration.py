@@ -10,6 +10,7 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import settings
+from moe_lab.analysis.load.passes import PASS
 from moe_lab.analysis.load.reader import groups, stacked
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import HEAPR, pass_setup
@@ -143,47 +144,33 @@ RARE_SHARE = 0.1
 """An expert with less than this share of an even load is called rare."""
 
 
-def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
-    """Summarize tokens per expert over all layers; a row per model and calibration set.
-
-    Columns: "model", "calibration", "experts" (number of experts), "unseen" (number of experts
-    without a token), "rare" (number of experts with less than RARE_SHARE times the mean tokens of
-    their layer), and "least", "median" and "most" (tokens of an expert).
-
-    Columns of `coverage`: "model", "calibration", "layer", "expert" and "tokens"."""
-    tokens = coverage["tokens"]
-    even_load = coverage.groupby(["model", "calibration", "layer"])["tokens"].transform("mean")
-    experts = coverage.assign(unseen=tokens == 0, rare=tokens < RARE_SHARE * even_load)
-    return experts.groupby(["model", "calibration"], sort=False, as_index=False).agg(
-        experts=("tokens", "size"),
-        unseen=("unseen", "sum"),
-        rare=("rare", "sum"),
-        least=("tokens", "min"),
-        median=("tokens", "median"),
-        most=("tokens", "max"),
-    )
+COUNTS = {
+    "Experts": ("tokens", "size"),
+    "Unseen": ("is_unseen", "sum"),
+    "Rare": ("is_rare", "sum"),
+    "Least tokens": ("tokens", "min"),
+    "Median tokens": ("tokens", "median"),
+    "Most tokens": ("tokens", "max"),
+}
+"""Displayed column -> what is counted over the experts of all layers, and how."""
 
 
 @output("tokens_per_expert", chapter="coverage")
 def coverage_table(results: Results) -> Table | None:
     """Calibration tokens per expert."""
     study = results.study
-    if study.coverage.empty:
+    coverage = study.coverage
+    if coverage.empty:
         return None
-    counts = {
-        "Experts": "experts",
-        "Unseen": "unseen",
-        "Rare": "rare",
-        "Least tokens": "least",
-        "Median tokens": "median",
-        "Most tokens": "most",
-    }
+    tokens = coverage["tokens"]
+    even_load = coverage.groupby([*PASS, "layer"])["tokens"].transform("mean")
+    experts = coverage.assign(is_unseen=tokens == 0, is_rare=tokens < RARE_SHARE * even_load)
     columns: Columns = {
         "Model": "model",
         "Calibration": "calibration",
-        **{name: (source, "{:,.0f}") for name, source in counts.items()},
+        **{name: (name, "{:,.0f}") for name in COUNTS},
     }
-    summary = coverage_summary(study.coverage)
+    summary = experts.groupby(PASS, sort=False, as_index=False).agg(**COUNTS)
     return Table(
         title="Tokens per expert",
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "

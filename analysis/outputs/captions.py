@@ -116,7 +116,3 @@ def timing_note(machines: Iterable[str]) -> str:
     if recorded_machines:
         note += f"Measured on {names.enumeration(recorded_machines)}. "
     return note
-
-
-PANEL_COLUMNS = ["Model", "Pruned", "Calibration"]
-"""Columns that identify the panels of a table."""
