@@ -48,8 +48,6 @@ COLUMNS = (
 """The columns of EvoESAP's Tables 1, 2, 5 and 7."""
 COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
 """The averages of EvoESAP's Tables 4 and 6."""
-FITNESSES = ("esap", "spec_dec")
-"""The fitnesses that EvoESAP's Table 6 compares."""
 SECONDS = "Search (s)"
 SETTINGS = ("samples", "generations", "population")
 """Columns of `Study.searches`, displayed with a capital letter."""
@@ -93,7 +91,7 @@ _SETTINGS_CAPTION = (
     costs={},
     chapter="search",
     needs=SEARCHES,
-    aliases=("evoesap.table2",),
+    aliases=("evoesap.table2", "evoesap.table7"),
 )
 @score_table(
     "evoesap.table8",
@@ -120,26 +118,11 @@ _SETTINGS_CAPTION = (
     needs=f"{SEARCHES}, and multiple-choice benchmarks",
 )
 def searched_against_uniform(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """EvoESAP's Tables 1, 2 and 8 to 10: each searched allocation and the uniform one."""
+    """EvoESAP's Tables 1, 2 and 7 to 10: each searched allocation and the uniform one."""
     for uniform, searched in _searches(results, comparison):
         base = only_cell(uniform)
         if base is not None:
             yield Block(comparison, pd.concat([uniform, searched])["label"], base)
-
-
-@score_table(
-    "evoesap.table7",
-    "Searched allocation against uniform: calibrated on general text",
-    COLUMNS,
-    _AGAINST_UNIFORM,
-    costs={},
-    needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)",
-)
-def searched_on_general_text(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """EvoESAP's Table 7: searched and uniform allocations, calibrated on general text."""
-    for block in searched_against_uniform(results, comparison):
-        if names.domain(comparison.cells["calibration"][block.labels.index[0]]) == "general":
-            yield block
 
 
 @score_table(
@@ -150,9 +133,10 @@ def searched_on_general_text(results: Results, comparison: Comparison) -> Iterat
     costs=SEARCH_COSTS,
     chapter="search",
     needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
+    aliases=("evoesap.table6",),
 )
 def searched_allocations(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """EvoESAP's Table 4: all searched allocations of a ratio."""
+    """EvoESAP's Tables 4 and 6: all searched allocations of a ratio."""
     searches = [searched for _, searched in _searches(results, comparison)]
     for _, cells in groups(pd.concat([comparison.cells[:0], *searches]), ["ratio"]):
         yield Block(comparison, cells["label"])
@@ -172,23 +156,6 @@ def search_settings(results: Results, comparison: Comparison) -> Iterator[Block]
     for uniform, searched in _searches(results, comparison):
         if len(searched) > 1:
             yield Block(comparison, pd.concat([uniform, searched])["label"])
-
-
-@score_table(
-    "evoesap.table6",
-    "Searched by ESAP and by speculative decoding",
-    COMPARED_AVERAGES,
-    _SETTINGS_CAPTION,
-    costs=SEARCH_COSTS,
-    chapter="search",
-    needs=f"{SEARCHES}, fitness=esap and fitness=spec_dec (evoesap_table6 of sweeps)",
-)
-def search_fitnesses(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """EvoESAP's Table 6: searches by each of FITNESSES."""
-    for _, searched in _searches(results, comparison):
-        cells = searched[searched["fitness"].isin(FITNESSES)]
-        if cells["fitness"].nunique() > 1:
-            yield Block(comparison, cells["label"])
 
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
