@@ -20,7 +20,7 @@ from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats import overlap
 from moe_lab.analysis.stats.comparison import Comparison, compare
-from moe_lab.analysis.stats.derived_studies import study_by_domain, study_of_column
+from moe_lab.analysis.stats.derived_studies import study_by_answer_loss, study_by_domain
 from moe_lab.analysis.stats.ranking import Ranking, rankings, scored_plans
 from moe_lab.analysis.stats.winners import winner_map
 from moe_lab.errors import UserError, nearest
@@ -73,7 +73,7 @@ class Results:
     @cached_property
     def by_answer_loss(self) -> Results:
         """The results when each score is replaced by the loss on the right answers."""
-        return Results(study_of_column(self.study, "answer_loss", "bits per byte"))
+        return Results(study_by_answer_loss(self.study))
 
     @cached_property
     def by_domain(self) -> Results:

@@ -56,24 +56,20 @@ class Chance:
         return None
 
 
-def chance_from_scores(scores: np.ndarray) -> Chance:
-    """The `Chance` of one model. scores: (plans,), of at least two random plans."""
-    return Chance(
-        float(scores.mean()),
-        float(scores.std(ddof=1)),
-        plans=len(scores),
-        degrees_of_freedom=len(scores) - 1,
-    )
-
-
 def chance_by_model(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     """Model -> its `Chance`. If Bartlett's test finds no difference between the spreads of models,
     all models have the pooled spread.
 
-    scores: model -> scores of the model's random plans.
+    scores: model -> scores (plans,) of the model's random plans, at least two.
     """
     chance_of_model = {
-        model: chance_from_scores(plan_scores) for model, plan_scores in scores.items()
+        model: Chance(
+            float(plan_scores.mean()),
+            float(plan_scores.std(ddof=1)),
+            plans=len(plan_scores),
+            degrees_of_freedom=len(plan_scores) - 1,
+        )
+        for model, plan_scores in scores.items()
     }
     if len(chance_of_model) < 2:
         return chance_of_model

@@ -141,6 +141,3 @@ def label(winners: Sequence[str], score: float) -> str:
     if len(winners) > 2:
         return f"{len(winners)} tied"
     return " = ".join(names.method(name) for name in winners)
-
-
-CAPTION = "Loss on right answers, in bits per byte of the answer: lower is better."
