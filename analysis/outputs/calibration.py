@@ -89,7 +89,9 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     Columns: "panel" (method, text and removed share), "benchmark", "read" (number of tokens), and
     "difference", "low" and "high" (95 %) in points."""
     score_benchmarks = [
-        name for name in map(str, comparison.results) if name not in comparison.lower_is_better
+        name
+        for name in map(str, comparison.results)
+        if not comparison.quantity((name,)).lower_is_better
     ]
     frames = []
     for key, line in groups(lines_by_tokens(study, comparison), ["label", "panel"]):

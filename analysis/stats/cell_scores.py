@@ -55,7 +55,8 @@ def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
     """At most one sentence, which names the displayed columns that Avg leaves out."""
     columns: set[str] = set()
     for comparison in comparisons:
-        columns |= set(comparison.benchmarks_of) - set(comparison.all_average_columns)
+        displayed = comparison.benchmarks_of
+        columns |= set(displayed) - set(comparison.average_columns(displayed))
     if not columns:
         return []
     return [

@@ -144,30 +144,20 @@ class Comparison:
         loss_columns = []
         score_columns = []
         for column in columns:
-            if self.quantity((column,)).lower_is_better:
-                loss_columns.append(column)
             # the keys of `weights` are the benchmarks of the column
-            elif not set(self.weights((column,))) & set(self.lower_is_better):
+            benchmarks = list(self.weights((column,)))
+            is_loss = [self.quantity((benchmark,)).lower_is_better for benchmark in benchmarks]
+            if all(is_loss):
+                loss_columns.append(column)
+            elif not any(is_loss):
                 score_columns.append(column)
         return tuple(score_columns or loss_columns)
-
-    @cached_property
-    def all_average_columns(self) -> Target:
-        """`average_columns` of all displayed columns."""
-        return self.average_columns(self.benchmarks_of)
 
     def quantity(self, target: Target) -> Quantity:
         """The kind of a target's numbers: score, loss or perplexity."""
         return common_quantity(
             self.quantities.get(benchmark, Quantity()) for benchmark in self.weights(target)
         )
-
-    @cached_property
-    def lower_is_better(self) -> tuple[str, ...]:
-        """Displayed columns and benchmarks in which less is better."""
-        # a benchmark can be a displayed column too
-        distinct_names = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
-        return tuple(name for name in distinct_names if self.quantity((name,)).lower_is_better)
 
     @_cached_by_target
     def plan_scores(self, target: Target) -> pd.Series:
@@ -461,7 +451,10 @@ def overall_columns(comparison: Comparison, cells: Sequence[int]) -> Target:
 
 def mean_quantities(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
     """Name of the mean over a model's displayed columns, such as Avg -> kind of its numbers."""
-    quantities = [comparison.quantity(comparison.all_average_columns) for comparison in comparisons]
+    quantities = [
+        comparison.quantity(comparison.average_columns(comparison.benchmarks_of))
+        for comparison in comparisons
+    ]
     return {quantity.mean_name: quantity for quantity in quantities}
 
 
