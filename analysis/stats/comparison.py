@@ -190,16 +190,13 @@ class Comparison:
         reported standard errors.
         """
         weights = pd.Series(self.weights(target))
-        # outcomes (plans, items) of a single benchmark with items of equal weights
+        # outcomes (plans, items) of a single benchmark with right-or-wrong items of equal weights
         outcomes = None
         if len(weights) == 1 and weights.index[0] not in self.item_weights:
             outcomes = self.outcomes.get(weights.index[0])
-        if outcomes is None or not evaluations.are_binary(outcomes):
-            intervals = [self.estimate(target, {cell: 1.0}).interval for cell in self.plans_by_seed]
-        else:
-            intervals = [
-                self._interval_of_shares(target, cell, outcomes) for cell in self.plans_by_seed
-            ]
+        if outcomes is not None and not evaluations.are_binary(outcomes):
+            outcomes = None
+        intervals = [self._interval_of_cell(target, cell, outcomes) for cell in self.plans_by_seed]
         ends = pd.DataFrame(intervals, index=list(self.plans_by_seed), dtype=float)
         score = self.score(target)
         # for cells without outcomes: benchmarks count as independent samples
@@ -211,22 +208,22 @@ class Comparison:
             return low, high
         return low.clip(lower=0), high.clip(upper=1)
 
-    def _interval_of_shares(
-        self, target: Target, cell: int, outcomes: np.ndarray
+    def _interval_of_cell(
+        self, target: Target, cell: int, outcomes: np.ndarray | None
     ) -> tuple[float, float]:
-        """Low and high end of a cell's interval on a benchmark of right-or-wrong items; NaN without
-        outcomes.
+        """Low and high end of a cell's interval, see `interval`; NaN without outcomes.
 
-        outcomes: (plans, items) of all plans.
+        outcomes: (plans, items) of all plans, if the target is a benchmark of right-or-wrong items.
         """
-        rows = outcomes[list(self.plans_by_seed[cell].values())]
-        rows = rows[np.isfinite(rows).any(axis=1)]
-        several_plans = len(self.plans_by_seed[cell]) > 1
-        # If all outcomes are equal, the standard error of `estimate` is 0, which gives no interval.
-        if not len(rows) or (several_plans and np.nanmin(rows) != np.nanmax(rows)):
-            return self.estimate(target, {cell: 1.0}).interval
-        # one row is enough: there is only one plan, or the outcomes of all plans are equal
-        return uncertainty.wilson(np.nansum(rows[0]), np.isfinite(rows[0]).sum())
+        if outcomes is not None:
+            rows = outcomes[list(self.plans_by_seed[cell].values())]
+            has_one_plan = len(rows) == 1
+            rows = rows[np.isfinite(rows).any(axis=1)]
+            # if all outcomes are equal, the standard error of `estimate` is 0: no interval
+            if len(rows) and (has_one_plan or np.nanmin(rows) == np.nanmax(rows)):
+                # one row is enough: there is only one plan, or the outcomes of all plans are equal
+                return uncertainty.wilson(np.nansum(rows[0]), np.isfinite(rows[0]).sum())
+        return self.estimate(target, {cell: 1.0}).interval
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
         """Weighted sum of the scores of cells, with the standard error of the sum over seeds and

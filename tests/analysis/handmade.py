@@ -105,7 +105,7 @@ def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None
         cells=comparison.all_cells,
         results=results.assign(cell=comparison.cells.index[0]),
         calibrations={},
-        origins=pd.DataFrame({"versions": []}),
+        origins=pd.DataFrame(columns=["folder", "protocol"]),
         costs=pd.DataFrame(costs, columns=COSTS).rename_axis("cell"),
         searches=pd.DataFrame({"samples": [1]}, [0]),
         family=pd.DataFrame(),
