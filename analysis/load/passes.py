@@ -11,11 +11,9 @@ import pandas as pd
 
 from moe_lab import result_files
 from moe_lab.analysis.load.reader import (
-    KEY_TYPES,
     Reader,
     groups,
     records,
-    stacked,
     step_kind,
     steps_with_inputs,
 )
@@ -26,6 +24,7 @@ Folders = Mapping[tuple[str, str], Path | None]
 """Model and calibration set -> folder of a step, None if the store does not have it."""
 PASS = ["model", "calibration"]
 """Columns that identify one of `shown_passes`."""
+KEY_TYPES = {"model": str, "calibration": str, "layer": int, "expert": int}
 KEYS = list(KEY_TYPES)
 """Columns that identify an expert in one calibration pass."""
 
@@ -106,7 +105,11 @@ def _stack_tables(
         for key, table in tables.items()
         if table is not None
     ]
-    return stacked(frames, [*by, *TABLES[file]])
+    columns = [*by, *TABLES[file]]
+    # without rows, the columns have the same types, so that frames can be merged
+    types = {column: type_ for column, type_ in KEY_TYPES.items() if column in columns}
+    no_rows = pd.DataFrame(columns=columns, dtype=float).astype(types)
+    return pd.concat(frames or [no_rows], ignore_index=True)[columns]
 
 
 TABLES = {

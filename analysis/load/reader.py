@@ -225,17 +225,11 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy(object).tolist()]
 
 
-KEY_TYPES = {"model": str, "calibration": str, "layer": int, "expert": int}
-"""Column that identifies an expert in a calibration pass -> type of its values."""
-
-
 def stacked(frames: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
     """Concatenate `columns` of all frames."""
-    if frames:
-        return pd.concat(frames, ignore_index=True)[list(columns)]
-    # the columns of an empty frame have types, so that it can be merged
-    types = {column: type_ for column, type_ in KEY_TYPES.items() if column in columns}
-    return pd.DataFrame(columns=list(columns), dtype=float).astype(types)
+    if not frames:
+        return pd.DataFrame(columns=list(columns))
+    return pd.concat(frames, ignore_index=True)[list(columns)]
 
 
 def groups(

@@ -262,10 +262,8 @@ class Comparison:
                 rows_of_cells.append(list(row_of_seed.values()))
         # a cell with one plan is in every replicate, so it does not limit the number of replicates
         replicates = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
-        rows_of_equal_length = [
-            (rows * replicates if len(rows) == 1 else rows)[:replicates] for rows in rows_of_cells
-        ]
-        return np.array(rows_of_equal_length, int).T
+        columns = [np.array(rows[:replicates], int) for rows in rows_of_cells]
+        return np.column_stack(np.broadcast_arrays(*columns))
 
     def _strata(self, target: Target, rows: np.ndarray, cell_weights: np.ndarray) -> list[Stratum]:
         """Split the score of each replicate into contributions of the items that all plans were
@@ -319,16 +317,13 @@ class Comparison:
 
         cells: one cell for each method; `cells[0]` is the best.
         """
-        rows = []
-        positions = []  # for each row, the position of its cell
-        for position, cell in enumerate(cells):
-            for row in self._scored_rows(target, cell).values():
-                rows.append(row)
-                positions.append(position)
+        rows_of_cells = [list(self._scored_rows(target, cell).values()) for cell in cells]
         # each plan is a replicate of its own
-        strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
+        strata = self._strata(target, np.concatenate(rows_of_cells)[:, None], np.ones(1))
+        # for each plan, the position of its cell
+        positions = np.repeat(np.arange(len(cells)), list(map(len, rows_of_cells)))
         pairs = [self.difference(target, cells[0], other) for other in cells[1:]]
-        return uncertainty.leads_of_best(pairs, strata, np.array(positions))
+        return uncertainty.leads_of_best(pairs, strata, positions)
 
     def weights(self, target: Target) -> dict[str, float]:
         """Benchmark -> its weight in the mean that is the target's score."""
