@@ -179,8 +179,6 @@ class Reader:
 
 _NUMBERS = {"seconds": "seconds", "peak": "peak_memory_bytes", "gpu_peak": "peak_gpu_memory_bytes"}
 """Column of `time_and_memory` -> field of a step's provenance."""
-TIMELESS = ("model",)
-"""Kinds of steps that only read a configuration, so that tables do not show their time."""
 
 
 def steps_with_inputs(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:

@@ -11,7 +11,6 @@ import pandas as pd
 from moe_lab.analysis import names
 from moe_lab.analysis.load.plans import BYTES
 from moe_lab.analysis.load.reader import (
-    TIMELESS,
     records,
     stacked,
     step_kind,
@@ -191,7 +190,7 @@ def _step_times(study: Study, cells: pd.DataFrame, column: str) -> pd.DataFrame:
         folders = [
             folder
             for folder in steps_with_inputs([step], study.reader)
-            if step_kind(folder) not in TIMELESS
+            if step_kind(folder) != "model"  # this step only reads a configuration
         ]
         steps = time_and_memory(folders, study.reader)
         if folders and set(steps["folder"]) == set(folders):
@@ -200,9 +199,6 @@ def _step_times(study: Study, cells: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 FIGURE_CRITERIA = ("magnitude", "aimer")
-OPPOSITE_SIGN_CRITERIA = ("aimer",)
-"""Criteria whose scores in the store have the opposite sign of the paper's scores, because the
-lowest scores in the store are pruned first."""
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
 
 
@@ -222,7 +218,8 @@ def weight_scores(study: Study) -> pd.DataFrame:
         scores = study.reader.frame(folder, "scores.parquet", COLUMNS[2:])
         if scores is not None:
             scores = scores.assign(model=cell["model"], criterion=cell["criterion"])
-            if cell["criterion"] in OPPOSITE_SIGN_CRITERIA:
+            if cell["criterion"] == "aimer":
+                # the store has the opposite sign, because the lowest scores are pruned first
                 scores["score"] = -scores["score"]
             frames.append(scores)
     return stacked(frames, COLUMNS)

@@ -17,7 +17,7 @@ import pandas as pd
 from moe_lab.analysis import names
 from moe_lab.analysis.load import evaluations, settings
 from moe_lab.analysis.load.reader import Reader, groups, records
-from moe_lab.analysis.stats import ranks, uncertainty
+from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.quantity import Quantity, common_quantity
 from moe_lab.analysis.stats.uncertainty import Estimate, Stratum
 from moe_lab.result_files import RANDOM
@@ -416,7 +416,7 @@ def _comparison(
         model=cells["model"].iloc[0],
         all_cells=cells,
         results=scores,
-        benchmarks_of=ranks.displayed_columns(order),
+        benchmarks_of=displayed_columns(order),
         quantities=quantities,
         outcomes=outcomes.matrices,
         standard_errors=errors,
@@ -469,3 +469,17 @@ def random_scores(
         if len(largest_sample) > 1 and np.ptp(largest_sample) > 0:
             scores[str(granularity), str(recovery)] = largest_sample
     return scores
+
+
+def displayed_columns(evaluated_benchmarks: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Displayed column -> the column's benchmarks that were run. Each benchmark that is in no
+    column of `names.COLUMNS` is a column of its own."""
+    columns = {
+        column: tuple(name for name in benchmarks if name in evaluated_benchmarks)
+        for column, benchmarks in names.COLUMNS.items()
+    }
+    other_benchmarks = set(evaluated_benchmarks).difference(*columns.values())
+    return {
+        **{column: benchmarks for column, benchmarks in columns.items() if benchmarks},
+        **{name: (name,) for name in evaluated_benchmarks if name in other_benchmarks},
+    }

@@ -26,8 +26,7 @@ from moe_lab.analysis.stats.comparison import (
     overall_columns,
     random_scores,
 )
-from moe_lab.analysis.stats.quantity import Quantity
-from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
+from moe_lab.analysis.stats.quantity import PRINTED_DECIMALS, Quantity
 from moe_lab.analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.result_files import RANDOM
 

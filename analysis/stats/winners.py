@@ -19,7 +19,7 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.comparison import Comparison, Panel
-from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
+from moe_lab.analysis.stats.quantity import PRINTED_DECIMALS
 from moe_lab.analysis.stats.uncertainty import LEVEL
 from moe_lab.result_files import RANDOM
 

@@ -14,8 +14,7 @@ from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.published.numbers import PublishedNumber, numbers, split
 from moe_lab.analysis.registry import Results
 from moe_lab.analysis.render.table import Table
-from moe_lab.analysis.stats import ranks
-from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.comparison import Comparison, displayed_columns
 from moe_lab.result_files import OWN
 
 UNPRUNED = {
@@ -80,7 +79,7 @@ def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) ->
         "m",
         cells,
         benchmarks,
-        ranks.displayed_columns(list(outcomes)),
+        displayed_columns(list(outcomes)),
         {},
         matrices,
         benchmarks * 0,
