@@ -18,7 +18,7 @@ from moe_lab.analysis.outputs.score_rows import calibrated_cells, criterion_colo
 from moe_lab.analysis.registry import Item, Results, output, per_model
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
-from moe_lab.analysis.render.table import SCORE, Columns, Table, frame_and_formats
+from moe_lab.analysis.render.table import SCORE, Columns, Table, display_frame, frame_and_formats
 from moe_lab.analysis.stats import overlap
 from moe_lab.analysis.stats.cell_scores import differences, mean_target, mean_text
 from moe_lab.analysis.stats.comparison import Comparison
@@ -222,12 +222,11 @@ def proxy_and_damage(results: Results) -> Figure | None:
     if overlaps.empty:
         return None
     rows = overlaps.sort_values("ratio", kind="stable")
+    texts = display_frame(rows, {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"})
     rows = rows.assign(
-        panel=rows["ratio"].map(names.ratio) + " pruned",
-        label=rows["model"] + ", " + rows["calibration"].map(names.calibration),
-        Model=rows["model"],
-        Calibration=rows["calibration"].map(names.calibration),
-        Pruned=rows["ratio"].map(names.ratio),
+        panel=texts["Pruned"] + " pruned",
+        label=texts["Model"] + ", " + texts["Calibration"],
+        **texts,
     )
     x = charts.number("overlap", "share of the same experts", **charts.SHARE)
     y = charts.label("label")

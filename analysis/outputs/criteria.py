@@ -198,17 +198,16 @@ def _step_times(study: Study, cells: pd.DataFrame, column: str) -> pd.DataFrame:
     return stacked(frames, ["cell", "kind", "seconds", "peak", "gpu_peak", "machine"])
 
 
-FIGURE_CRITERIA = ("magnitude", "aimer")
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
 
 
 def weight_scores(study: Study) -> pd.DataFrame:
-    """Scores of experts by FIGURE_CRITERIA, with the columns COLUMNS.
+    """Scores of experts by Magnitude and AIMER, with the columns COLUMNS.
 
     Scores have the sign that they have in the papers. AIMER's score in its paper is
     ||w||_1 / (sqrt(N) ||w||_2), and the experts with the highest scores are pruned first."""
     cells = study.cells[
-        study.cells["criterion"].isin(FIGURE_CRITERIA) & study.cells["scores_folder"].notna()
+        study.cells["criterion"].isin(["magnitude", "aimer"]) & study.cells["scores_folder"].notna()
     ]
     frames = []
     # one cell per model and criterion: scores that read weights alone depend on nothing else

@@ -259,7 +259,7 @@ def _bars_and_line(
 
     rows: columns "panel", "x", "ablation", "line" and, for points with error bars, "low" and
     "high"."""
-    rows = rows.filter(items=COLUMNS)
+    rows = rows.filter(items=["panel", "x", "ablation", "line", "low", "high"])
     x = charts.label("x", x_title)
     loss = charts.number("ablation", LOSS_LABEL)
     falls = {"condition": {"test": "datum.ablation < 0", "value": "#ee7733"}, "value": "#2277bb"}
@@ -275,10 +275,6 @@ def _bars_and_line(
     both = {"layer": [bars, {"layer": line}], "resolve": {"scale": {"y": "independent"}}}
     size, independent = (480, 180), ("x", "y")
     return Figure(title, caption, rows, [both], 2, size, independent)
-
-
-COLUMNS = ("panel", "x", "ablation", "line", "low", "high")
-"""Columns of the rows of `_bars_and_line`."""
 
 
 def with_moments(sums: pd.DataFrame) -> pd.DataFrame:

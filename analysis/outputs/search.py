@@ -33,8 +33,6 @@ from moe_lab.analysis.render.table import (
 from moe_lab.analysis.stats.cell_scores import CODE_BENCHMARKS, WRITING_AND_MATH
 from moe_lab.analysis.stats.comparison import Comparison
 
-TEXT_COLUMNS = {**CELL_COLUMNS, "Criterion": "criterion"}
-"""Displayed column -> column of cells."""
 COLUMNS = (
     "Eval+",
     "LiveCode",
@@ -46,8 +44,6 @@ COLUMNS = (
     "MC Avg",
 )
 """The columns of EvoESAP's Tables 1, 2, 5 and 7."""
-COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
-"""The averages of EvoESAP's Tables 4 and 6."""
 SECONDS = "Search (s)"
 SETTINGS = ("samples", "generations", "population")
 """Columns of `Study.searches`, displayed with a capital letter."""
@@ -128,7 +124,7 @@ def searched_against_uniform(results: Results, comparison: Comparison) -> Iterat
 @score_table(
     "evoesap.table4",
     "Searched allocations",
-    COMPARED_AVERAGES,
+    ("Code", "WildBench", "MC Avg"),
     _SETTINGS_CAPTION,
     costs=SEARCH_COSTS,
     chapter="search",
@@ -181,7 +177,8 @@ def cost_table(results: Results) -> Table | None:
         after=study.costs["loading_bytes"] / MEBIBYTE,
     )
     columns: Columns = {
-        **TEXT_COLUMNS,
+        **CELL_COLUMNS,
+        "Criterion": "criterion",
         "Fitness": "fitness",
         **{name.capitalize(): (name, "{:,.0f}") for name in SETTINGS},
         "Evaluated": ("candidates", "{:,.0f}"),
