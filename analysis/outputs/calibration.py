@@ -146,7 +146,7 @@ RARE_SHARE = 0.1
 """An expert with less than this share of an even load is called rare."""
 
 
-COUNTS = {
+COUNTS: dict[str, Any] = {
     "Experts": ("tokens", "size"),
     "Unseen": ("is_unseen", "sum"),
     "Rare": ("is_rare", "sum"),

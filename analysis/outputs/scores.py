@@ -275,7 +275,7 @@ def _blocks(
     half_width.loc[has_seeds] = float("nan")
     parts = [mean, (mean - half_width).add_suffix(" low"), (mean + half_width).add_suffix(" high")]
     means = items.groupby(["benchmark", "cell"]).mean()
-    numbers = means.join(part.add_prefix("Δ ") for part in parts)
+    numbers = means.join([part.add_prefix("Δ ") for part in parts])
     with_texts = numbers.index.get_level_values("benchmark")
     for benchmark in comparison.results.columns.intersection(with_texts):
         frame = display_frame(cells, CELL_COLUMNS)

@@ -110,8 +110,10 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame) -> pd.DataFrame:
         for ratio in RATIOS:
             shares = _overlaps(scores, ["layer"], ratio)
             overlap, chance = shares.mean()
-            row = {"overlap": overlap, "lowest": shares["overlap"].min(), "chance": chance}
-            rows.append({**key, "ratio": ratio, **row})
+            lowest = shares["overlap"].min()
+            rows.append(
+                {**key, "ratio": ratio, "overlap": overlap, "lowest": lowest, "chance": chance}
+            )
     return pd.DataFrame(rows)
 
 

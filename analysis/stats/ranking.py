@@ -182,7 +182,7 @@ def _comparable_methods(rows: pd.DataFrame) -> list[int]:
 
 
 def _add_verdicts(
-    rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
+    rows: pd.DataFrame, methods: list[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
     """Add the columns `rank`, `verdict`, `behind`, `behind_low`, `behind_high`, `p` and `status`,
     see `Ranking.rows`.
