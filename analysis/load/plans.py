@@ -222,8 +222,8 @@ def _read_documents(cells: pd.DataFrame, kind: str, reader: Reader) -> dict[int,
 
 def _folders(cells: pd.DataFrame, kind: str) -> dict[int, str]:
     """Cell -> name of the folder of the cell's step of this kind."""
-    folders: dict[int, str] = cells[f"{kind}_folder"].dropna().to_dict()
-    return folders
+    folders: Any = cells[f"{kind}_folder"].dropna().to_dict()
+    return dict(folders)
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
