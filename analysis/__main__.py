@@ -47,7 +47,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", help="what to write, by default report", metavar="NAME")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=["report"],
+        help="what to write, by default report",
+        metavar="NAME",
+    )
     parser.add_argument("--store", default="store", help="the folder a run wrote to")
     parser.add_argument(
         "--study",
@@ -61,7 +67,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     request = parser.read(["--help"] if wants_help else arguments)
     check_known("format", request.format, FIGURE_FORMATS)
-    request.names = request.names or ["report"]
     request.store = store_folder(request.store)
     return request
 
@@ -143,7 +148,7 @@ def _import_plugins(study: Study) -> None:
 
 def _write(requested: Sequence[str], publisher: Publisher) -> bool:
     """Write the report, or the requested tables and figures. Returns whether the study has data for
-    every output that is requested by name."""
+    every output that is requested by name, and not by `all`."""
     from moe_lab.analysis.registry import find, outputs
     from moe_lab.analysis.report import GAPS, write_report
 
@@ -161,15 +166,14 @@ def _write(requested: Sequence[str], publisher: Publisher) -> bool:
         for name, items in items_by_name.items()
         if not items and name not in (*publisher.failed, GAPS)
     ]
-    # a requested name may be an alias
-    named = {find(name).name for name in requested if name != "all"}
-    named_without_data = [name for name in without_data if name in named]
-    for name in named_without_data:
+    if "all" in requested:
+        if without_data:
+            listed = ", ".join(without_data)
+            _report(f"no data for these (name one to see what it needs): {listed}")
+        return True
+    for name in without_data:
         _report(f"{name} needs {find(name).needs}, which study={study.name} does not have")
-    if "all" in requested and without_data:
-        listed = ", ".join(without_data)
-        _report(f"no data for these (name one to see what it needs): {listed}")
-    return not named_without_data
+    return not without_data
 
 
 if __name__ == "__main__":

@@ -350,11 +350,6 @@ def domain_of_benchmark(benchmark: str) -> str:
     return "general"
 
 
-def share(value: float) -> str:
-    """Format a share as per cent without decimals: 0.917 becomes 92 %."""
-    return f"{value * 100:.0f} %"
-
-
 def ratio(value: float) -> str:
     """Format a ratio as per cent with its decimals: 0.125 becomes 12.5 %."""
     return f"{value * 100:g} %"

@@ -20,7 +20,7 @@ from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Table
 from moe_lab.analysis.stats import overlap
 from moe_lab.analysis.stats.comparison import Comparison, compare
-from moe_lab.analysis.stats.derived_studies import study_by_domain, study_of_column
+from moe_lab.analysis.stats.derived_studies import study_by_answer_loss, study_by_domain
 from moe_lab.analysis.stats.ranking import Ranking, rankings, scored_plans
 from moe_lab.analysis.stats.winners import winner_map
 from moe_lab.errors import UserError, nearest
@@ -73,7 +73,7 @@ class Results:
     @cached_property
     def by_answer_loss(self) -> Results:
         """The results when each score is replaced by the loss on the right answers."""
-        return Results(study_of_column(self.study, "answer_loss", "bits per byte"))
+        return Results(study_by_answer_loss(self.study))
 
     @cached_property
     def by_domain(self) -> Results:
@@ -168,10 +168,9 @@ def output(name: str, **fields: Any) -> Callable[[MakerT], MakerT]:
 
 
 def outputs() -> Mapping[str, Output]:
-    """Name -> output, in the order of their modules' names. The output `gaps` is last, because
-    making any other output can add gaps."""
+    """Name -> output, in the order of their modules' names."""
     _import_modules()
-    return dict(sorted(REGISTERED.items(), key=_sort_key))
+    return dict(sorted(REGISTERED.items(), key=lambda item: item[1].make.__module__))
 
 
 @cache
@@ -180,12 +179,6 @@ def _import_modules() -> None:
     package = importlib.import_module("moe_lab.analysis.outputs")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"moe_lab.analysis.outputs.{module.name}")
-
-
-def _sort_key(item: tuple[str, Output]) -> tuple[bool, str]:
-    """(whether the output is last, name of the output's module)."""
-    name, output = item
-    return name == "gaps", output.make.__module__
 
 
 def aliases() -> dict[str, str]:

@@ -6,13 +6,10 @@ import errno
 import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-
-import pandas as pd
 
 from moe_lab import progress
 from moe_lab.analysis import names
@@ -194,26 +191,27 @@ def _chapters(
     for name, items_of_output in items_by_output.items():
         shown = [item for item in items_of_output if item not in first]
         items.setdefault(outputs()[name].chapter, []).extend(shown)
-    chapters = [
-        Chapter(anchor, title, items=items.get(anchor, ())) for anchor, title in CHAPTERS.items()
-    ]
-    if results.rankings:
-        chapters[0] = replace(chapters[0], text=overview(results.rankings))
-    chapters += filter(None, [publisher.attempt(PUBLISHED, partial(published_chapter, results))])
+    published = publisher.attempt(PUBLISHED, partial(published_tables, results)) or []
+    items[PUBLISHED] = [table for table in published if table.frame["Deviation"].notna().any()]
     gap_items, _ = publisher.publish([GAPS])
-    gaps = Chapter(GAPS, "Missing results", [completeness(study), *study.notes], gap_items[GAPS])
-    provenance = Chapter(
-        PROVENANCE,
-        "Provenance and files",
-        [setup(study) for setup in (score_setup, pass_setup)],
-        items.get(PROVENANCE, ()),
-        _facts(study),
-    )
-    return [*chapters, gaps, provenance]
+    texts = {
+        RANKING: overview(results.rankings),
+        PUBLISHED: summary([verdict for table in published for verdict in table.frame["Verdict"]]),
+        GAPS: [completeness(study), *study.notes],
+        PROVENANCE: [setup(study) for setup in (score_setup, pass_setup)],
+    }
+    items |= gap_items
+    facts = {PROVENANCE: _facts(study)}
+    return [
+        Chapter(anchor, title, texts.get(anchor, ()), items.get(anchor, ()), facts.get(anchor, {}))
+        for anchor, title in CHAPTERS.items()
+    ]
 
 
+RANKING = "ranking"
+PROVENANCE = "provenance"
 CHAPTERS = {
-    "ranking": "Ranking by average",
+    RANKING: "Ranking by average",
     "winners": "Leading criterion by task and calibration set",
     "cost": "Accuracy versus parameters, FLOPs, storage and time",
     "channels": "Channel criteria and channel budgets",
@@ -229,26 +227,21 @@ CHAPTERS = {
     "attribution": "Attributions by layer and channel",
     "criteria": "Criteria: definitions, inputs and cost",
     "memory": "Architectures and loading memory",
+    PUBLISHED: "Comparison with published numbers",
+    GAPS: "Missing results",
+    PROVENANCE: "Provenance and files",
 }
 """Chapter of outputs -> its title, in the order of the page."""
-PROVENANCE = "provenance"
 
 
-def published_chapter(results: Results) -> Chapter | None:
-    """The chapter that compares the study with the papers. It has the tables in which some number
-    can be compared; its text counts the numbers of all tables. None if all models stand in
-    for published ones, because then no number can be compared."""
+def published_tables(results: Results) -> list[Table]:
+    """The tables that compare the study with the papers. None if all models stand in for
+    published ones, because then no number can be compared."""
     models = results.study.cells["model"].unique()
     if all(published_name("model", model) != model for model in models):
-        return None
+        return []
     items = [item for name in TABLES for item in find(f"{name}.published").items(results)]
-    tables = [item for item in items if isinstance(item, Table)]
-    return Chapter(
-        PUBLISHED,
-        "Comparison with published numbers",
-        summary([verdict for table in tables for verdict in table.frame["Verdict"]]),
-        [table for table in tables if table.frame["Deviation"].notna().any()],
-    )
+    return [item for item in items if isinstance(item, Table)]
 
 
 ORIGINS = {
@@ -292,21 +285,18 @@ def what_was_run(study: Study) -> str:
     if len(sizes):
         items = names.limits(sizes, "{:g}")
     # at ratio 0 nothing is removed, the model is only recovered
-    kind = "pruned model" if (pruned["ratio"] > 0).all() else "model"
+    is_smaller = pruned["ratio"] > 0
+    kind = "pruned model" if is_smaller.all() else "model"
+    shares = pruned[is_smaller].sort_values("ratio", kind="stable")["removed_text"].unique()
+    removed = names.enumeration(shares) or "none"
     models = names.enumeration(dict.fromkeys(study.cells["model"]))
     criteria = count(pruned["criterion"].nunique(), "criterion", "criteria")
     benchmarks = count(study.results["benchmark"].nunique(), "benchmark")
     return capitalised(
         f"{criteria} chose which {removed_noun(pruned)} of {models} to remove "
-        f"({_shares_in_words(pruned)}). That gave {count(len(pruned), kind)}, each evaluated like "
-        f"the unpruned one on {benchmarks} of {items} items."
+        f"({removed}). That gave {count(len(pruned), kind)}, each evaluated like the unpruned one "
+        f"on {benchmarks} of {items} items."
     )
-
-
-def _shares_in_words(pruned: pd.DataFrame) -> str:
-    """Text on the removed shares: `25 % and 50 %`; `none` if nothing was removed."""
-    ordered = pruned[pruned["ratio"] > 0].sort_values("ratio", kind="stable")
-    return names.enumeration(dict.fromkeys(ordered["removed_text"])) or "none"
 
 
 def completeness(study: Study) -> str:

@@ -30,8 +30,8 @@ _UNANSWERED = {
     "unfinished_thoughts": "whose reasoning does not end within the limit (counted as wrong)",
 }
 """Field of a protocol that lists items without an answer -> the reason why they have no answer."""
-_ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", *_UNANSWERED)
-"""Columns of `Study.origins`, besides folder and versions."""
+_ORIGIN = ("host", "machine", "python", "moe_lab", "commit", "sandbox", *_UNANSWERED, "protocol")
+"""Columns of `Study.origins`, besides folder."""
 
 Entries = Mapping[int, Mapping[str, Any]]
 """Cell -> the cell's entry in the study's record."""
@@ -42,24 +42,32 @@ def evaluations(
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Read all evaluations of a study. Returns (`Study.results`, `Study.samples`, `Study.origins`).
 
-    A gap is recorded for every evaluation that is missing or cannot be read, and for every step in
-    _OTHER_STEPS that failed.
+    A gap is recorded for every evaluation that is missing or cannot be read, for every cell that
+    was not evaluated on all tasks of its suite, and for every step in _OTHER_STEPS that failed.
 
     labels: cell -> text that names the cell in gaps.
     """
     rows: list[dict[str, Any]] = []
     sample_tables: list[pa.Table] = []
     origins: dict[str, dict[str, Any]] = {}
-    _record_missing_tasks(entries, labels, reader)
     for cell, label in labels.items():
-        errors = entries[cell]["errors"]
+        entry = entries[cell]
+        errors = entry["errors"]
+        # suite: all tasks on which the study evaluated any cell of the same model
+        missing_tasks = [task for task in entry["suite"] if task not in entry["evaluate"]]
+        if missing_tasks:
+            reader.record_gap(
+                f"not evaluated on {names.enumeration(missing_tasks)}, unlike other cells of the "
+                "study",
+                label,
+            )
         for kind in _OTHER_STEPS:
             # when a cell is in several studies, one study may have the error of a step, and another
             # study the finished step
-            if kind in errors and not entries[cell].get(kind):
+            if kind in errors and not entry.get(kind):
                 # records a gap
                 reader.step(None, f"{kind} of {label}", errors[kind])
-        for task, step_name in entries[cell]["evaluate"].items():
+        for task, step_name in entry["evaluate"].items():
             folder = reader.step(step_name, f"{task} of {label}", errors.get(task))
             result = reader.json(folder, "result.json")
             if folder is None or result is None:
@@ -85,9 +93,8 @@ def evaluations(
     results = _drop(results, is_infinite, "has no finite score", reader)
     is_repeated = results.duplicated(["cell", "benchmark"]).to_numpy()
     results = _drop(results, is_repeated, "is reported twice, the first counts", reader)
-    columns = ["folder", *_ORIGIN, "versions"]
     samples = with_own_names(_samples(sample_tables), results, reader)
-    return results, samples, pd.DataFrame(list(origins.values()), columns=columns)
+    return results, samples, pd.DataFrame(list(origins.values()), columns=["folder", *_ORIGIN])
 
 
 def _samples(tables: list[pa.Table]) -> pd.DataFrame:
@@ -115,7 +122,6 @@ def _origin(
     result: content of its result.json.
     provenance: how the step was computed, from its step.json.
     """
-    versions = provenance.get("versions", {})
     code = provenance.get("code", {})
     protocol = result["protocol"]
     commit = code.get("commit")
@@ -130,22 +136,8 @@ def _origin(
         "sandbox": protocol.get("sandbox"),
         # numbers of items without an answer
         **{key: len(protocol.get(key) or ()) for key in _UNANSWERED},
-        "versions": {library: version for library, version in versions.items() if version},
+        "protocol": protocol,
     }
-
-
-def _record_missing_tasks(entries: Entries, labels: Mapping[int, str], reader: Reader) -> None:
-    """Record a gap for every cell that was not evaluated on all tasks of its suite: all tasks on
-    which the study evaluated any cell of the same model."""
-    for cell, label in labels.items():
-        entry = entries[cell]
-        missing_tasks = [task for task in entry["suite"] if task not in entry["evaluate"]]
-        if missing_tasks:
-            reader.record_gap(
-                f"not evaluated on {names.enumeration(missing_tasks)}, unlike other cells of the "
-                "study",
-                label,
-            )
 
 
 def _drop(
@@ -297,12 +289,9 @@ def versions_of_libraries(
     were computed; both sorted."""
     folders = cells[[f"{kind}_folder" for kind in STEPS]].to_numpy().ravel()
     steps = [*origins["folder"], *pd.Series(folders).dropna()]
-    versions_of_step = list(origins["versions"])
-    for folder in steps_with_inputs(steps, reader).values():
-        versions_of_step.append(reader.provenance(folder).get("versions", {}))
     versions_of_library: dict[str, set[str]] = {}
-    for versions in versions_of_step:
-        for library, version in versions.items():
+    for folder in steps_with_inputs(steps, reader).values():
+        for library, version in reader.provenance(folder).get("versions", {}).items():
             if version:
                 versions_of_library.setdefault(library, set()).add(version)
     return {library: sorted(versions) for library, versions in sorted(versions_of_library.items())}

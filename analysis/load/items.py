@@ -17,8 +17,6 @@ from moe_lab.result_files import FOREIGN, ITEMS, SHAREABLE, Sample, document_key
 
 TEXTS = ("prompt", "right_answer", "thought", "output", "extracted", "answer")
 """Columns of `answers` that are empty if a benchmark is not shareable."""
-_NO_STEP = "items/none"
-"""Name of a step that no store has."""
 
 
 def answers(
@@ -80,9 +78,10 @@ def _items_folder(folder: Path, task: str, reader: Reader) -> Path | None:
         return folder
     inputs = reader.step_document(folder).get("inputs", {})
     # an evaluation that grades generated texts has its items from the step that generated them
-    if generate := reader.find_folder(inputs.get("generate", _NO_STEP)):
-        inputs = reader.step_document(generate).get("inputs", {})
-    return reader.find_folder(inputs.get(f"items of {task}", _NO_STEP))
+    if "generate" in inputs:
+        inputs = reader.step_document(reader.find_folder(inputs["generate"])).get("inputs", {})
+    name = inputs.get(f"items of {task}")
+    return reader.find_folder(name) if name else None
 
 
 # evaluations of a benchmark are read one after the other

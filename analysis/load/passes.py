@@ -189,11 +189,12 @@ def experts(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
 
 
 def raw_statistics(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """Mean and standard deviation (std) of the weights, activations and gradients of each expert
-    whose ablation was measured; one row per model, calibration set, layer, expert and statistic.
+    """Sums of the weights, activations and gradients of each expert whose ablation was measured;
+    one row per model, calibration set, layer, expert and statistic.
 
-    Columns: KEYS, ablation, statistic, mean, std and count (number of values). The column
-    "statistic" says of which values; N and phi are defined in `experts`, and L is the model's loss:
+    Columns: KEYS, ablation, statistic, sum, square (sum of squares) and count (number of values).
+    The column "statistic" says of which values; N and phi are defined in `experts`, and L is the
+    model's loss:
 
     - weight: |w| of each weight of the expert, if a criterion of the study reads weights of whole
       experts
@@ -205,51 +206,34 @@ def raw_statistics(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     # weights do not depend on the calibration set
     weights = _input_tables("weights", ["model"], cells, reader)
     gradients = _input_tables("gradients", PASS, cells, reader)
-    moments = {
-        "weight": _moments(weights, weights["abs_sum"], weights["square_sum"], weights["count"]),
-        "activation": _moments(
-            sums,
-            sums["channel_root_sum"],
-            sums["channel_square"] / _routed_tokens(sums),
-            sums["channels"],
+    statistics = {
+        "weight": weights.assign(sum=weights["abs_sum"], square=weights["square_sum"]),
+        "activation": sums.assign(
+            sum=sums["channel_root_sum"],
+            square=sums["channel_square"] / _routed_tokens(sums),
+            count=sums["channels"],
         ),
-        "gradient": _moments(
-            gradients,
-            gradients["gradient_root_sum"],
-            gradients["gradient_square"] / _routed_tokens(gradients),
-            gradients["channels"],
+        "gradient": gradients.assign(
+            sum=gradients["gradient_root_sum"],
+            square=gradients["gradient_square"] / _routed_tokens(gradients),
+            count=gradients["channels"],
         ),
     }
     ablations = _ablations(cells, reader)
-    statistics = pd.concat(
-        # merged on those of KEYS that the moments have
-        [ablations.merge(rows.assign(statistic=name)) for name, rows in moments.items()],
-        ignore_index=True,
-    )
-    # the mean is NaN for an expert with N = 0
-    return statistics.dropna(subset=["mean"], ignore_index=True)[
-        [*KEYS, "ablation", "statistic", "mean", "std", "count"]
+    # a statistic of weights lacks some of KEYS
+    columns = [*KEYS, "sum", "square", "count"]
+    frames = [
+        ablations.merge(frame[frame.columns.intersection(columns)]).assign(statistic=name)
+        for name, frame in statistics.items()
     ]
+    rows = pd.concat(frames, ignore_index=True)
+    # the sum of squares is NaN for an expert with N = 0
+    return rows.dropna(subset=["square"], ignore_index=True)
 
 
 def _routed_tokens(sums: pd.DataFrame) -> pd.Series:
     """Number of tokens that the router sent to each expert, NaN instead of 0."""
     return sums["tokens"].where(sums["tokens"] > 0)
-
-
-def _moments(
-    experts: pd.DataFrame, sums: pd.Series, square_sums: pd.Series, counts: pd.Series
-) -> pd.DataFrame:
-    """Mean and standard deviation of each expert's values; columns mean, std, count, and those of
-    KEYS that `experts` has.
-
-    sums, square_sums, counts: sum, sum of squares and number of the values of each row of
-    `experts`. The sum of squares is NaN for an expert without values.
-    """
-    mean = (sums / counts).where(square_sums.notna())
-    std = np.sqrt((square_sums / counts - mean**2).clip(lower=0))
-    keys = experts[[key for key in KEYS if key in experts]]
-    return keys.assign(mean=mean, std=std, count=counts)
 
 
 def router_entropies(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:

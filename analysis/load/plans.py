@@ -40,10 +40,19 @@ prior alone."""
 FIRST_ORDER_PRIOR = "ala1"
 """The default prior of allocation=coverage, for plans that do not name their prior."""
 
-SEARCHES = ("samples", "fitness", "population", "generations", "candidates", "seconds")
+SEARCHES = (
+    "search_set",
+    "samples",
+    "fitness",
+    "population",
+    "generations",
+    "candidates",
+    "seconds",
+)
 """Columns of `searches`:
 
-- samples: rows of the search set
+- search_set: the text on which candidates were compared
+- samples: rows of the search set; NaN if unknown
 - fitness, population, generations: settings of the search
 - candidates: number of evaluated schedules
 - seconds: time of the whole search in one process
@@ -168,10 +177,14 @@ def searches(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     for cell, document in _read_documents(
         cells.assign(search_folder=searches), "search", reader
     ).items():
+        folder = reader.folder(searches[cell])
+        plan = reader.json(folder, "plan.json") or {}
+        settings = reader.step_document(folder).get("settings", {})
         rows[cell] = {
             **(document.get("settings") or {}),
             **(document.get("cost") or {}),
-            "samples": _sample_count(searches[cell], reader),
+            "search_set": (plan.get("provenance") or {}).get("search"),
+            "samples": float(settings.get("text", {}).get("rows", np.nan)),
         }
     return _by_cell(rows, SEARCHES)
 
@@ -180,16 +193,6 @@ def _by_cell(rows: Mapping[int, Mapping[str, Any]], columns: Sequence[str]) -> p
     """A frame with index cell. rows: cell -> column -> value."""
     frame = pd.DataFrame(list(rows.values()), list(rows), columns=list(columns))
     return frame.rename_axis("cell")
-
-
-def _sample_count(search: str, reader: Reader) -> float:
-    """Number of rows of the text on which a search evaluated its candidates, NaN if unknown.
-
-    search: name of the search's step.
-    """
-    folder = reader.find_folder(search)
-    settings = reader.step_document(folder).get("settings", {}) if folder else {}
-    return float(settings.get("text", {}).get("rows", np.nan))
 
 
 def _read_tables(
@@ -219,8 +222,8 @@ def _read_documents(cells: pd.DataFrame, kind: str, reader: Reader) -> dict[int,
 
 def _folders(cells: pd.DataFrame, kind: str) -> dict[int, str]:
     """Cell -> name of the folder of the cell's step of this kind."""
-    names = cells[f"{kind}_folder"].dropna()
-    return dict(zip(names.index.tolist(), names, strict=True))
+    folders: Any = cells[f"{kind}_folder"].dropna().to_dict()
+    return dict(folders)
 
 
 def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import pyarrow as pa
@@ -24,8 +23,7 @@ SCHEMA = 1
 STEP = "step.json"
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """A missing result. `location` is the name of a step's folder, the label of a cell, or text
     that says what is missing."""
 
@@ -44,8 +42,8 @@ class Reader:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.packs = packs_in(root.absolute())
-        self.gaps: dict[tuple[str, str], Gap] = {}
-        """(reason, location) -> gap."""
+        self.gaps: dict[Gap, None] = {}
+        """The gaps, as keys so that each is listed once and in order."""
         self._folders_by_id: dict[str, dict[str, Path]] = {}
         """Kind of steps -> id of a step -> folder."""
         self._steps: dict[Path, dict[str, Any]] = {}
@@ -53,7 +51,7 @@ class Reader:
 
     def record_gap(self, reason: str, location: str) -> None:
         """Record a missing result once."""
-        self.gaps.setdefault((reason, location), Gap(reason, location))
+        self.gaps[Gap(reason, location)] = None
 
     def step(self, name: str | None, purpose: str, error: str | None = None) -> Path | None:
         """The path of a step's folder; None, with a gap, when the store does not have the folder.
@@ -117,14 +115,16 @@ class Reader:
             self._add_gap(f"{file} is damaged", folder)
         return None
 
-    def provenance(self, folder: Path) -> dict[str, Any]:
-        """The entry "provenance" of a step's step.json; {} when the file or the entry is
-        missing."""
+    def provenance(self, folder: Path | None) -> dict[str, Any]:
+        """The entry "provenance" of a step's step.json; {} when the folder, the file or the entry
+        is missing."""
         return self.step_document(folder).get("provenance") or {}
 
-    def step_document(self, folder: Path) -> dict[str, Any]:
-        """The content of a step's step.json; {} when the file is missing, and with a gap when it
-        is damaged."""
+    def step_document(self, folder: Path | None) -> dict[str, Any]:
+        """The content of a step's step.json; {} when the folder or the file is missing, and with a
+        gap when the file is damaged."""
+        if folder is None:
+            return {}
         try:
             return self._step(folder)
         except ValueError:
@@ -179,8 +179,6 @@ class Reader:
 
 _NUMBERS = {"seconds": "seconds", "peak": "peak_memory_bytes", "gpu_peak": "peak_gpu_memory_bytes"}
 """Column of `time_and_memory` -> field of a step's provenance."""
-TIMELESS = ("model",)
-"""Kinds of steps that only read a configuration, so that tables do not show their time."""
 
 
 def steps_with_inputs(steps: Iterable[str | None], reader: Reader) -> dict[str, Path]:
@@ -210,8 +208,7 @@ def time_and_memory(names: Iterable[str], reader: Reader) -> pd.DataFrame:
     """
     rows = []
     for name in names:
-        folder = reader.find_folder(name)
-        if folder and (provenance := reader.provenance(folder)):
+        if provenance := reader.provenance(reader.find_folder(name)):
             numbers = [provenance.get(field) for field in _NUMBERS.values()]
             rows.append((name, step_kind(name), *numbers, str(provenance.get("machine", ""))))
     frame = pd.DataFrame(rows, columns=["folder", "kind", *_NUMBERS, "machine"])
@@ -226,12 +223,11 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in frame.to_numpy(object).tolist()]
 
 
-def stacked(frames: Iterable[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
+def stacked(frames: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
     """Concatenate `columns` of all frames."""
-    parts = list(frames)
-    if not parts:
+    if not frames:
         return pd.DataFrame(columns=list(columns))
-    return pd.concat(parts, ignore_index=True)[list(columns)]
+    return pd.concat(frames, ignore_index=True)[list(columns)]
 
 
 def groups(

@@ -104,16 +104,12 @@ def _read(store: Path, name: str) -> dict[str, Any]:
 def _with_distinct_models(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies of the records in which different models have different names, see
     `_rename_models`."""
-    entries_of_name = defaultdict(list)
+    ids_of_name = defaultdict(set)
     for record in records:
         for entry in record["cells"]:
-            entries_of_name[entry["cell"].get("model")].append(entry)
-    ambiguous_names = {
-        name
-        for name, entries in entries_of_name.items()
-        # an id "", of a missing step, does not count as another model
-        if len({_model_id(entry) for entry in entries} - {""}) > 1
-    }
+            ids_of_name[entry["cell"].get("model")].add(_model_id(entry))
+    # an id "", of a missing step, does not count as another model
+    ambiguous_names = {name for name, ids in ids_of_name.items() if len(ids - {""}) > 1}
     return [_rename_models(record, ambiguous_names) for record in records]
 
 

@@ -70,7 +70,7 @@ class Study:
     origins: pd.DataFrame
     """One row per evaluation: folder, host, machine, python, moe_lab (its version),
     commit, sandbox, too_long and unfinished_thoughts (numbers of items without an answer, for these
-    two reasons), and versions (of libraries)."""
+    two reasons), and protocol (settings of the evaluation, see result.json)."""
     reader: Reader
     notes: Sequence[str] = field(default=())
     """Remarks about the results, such as different versions of a library."""
@@ -83,7 +83,7 @@ class Study:
     @property
     def gaps(self) -> list[Gap]:
         """Missing results in the files that have been read so far."""
-        return list(self.reader.gaps.values())
+        return list(self.reader.gaps)
 
     # Frames that are read at the first access; the functions' docstrings list their columns.
     costs = _property_from_cells(plans.costs)
@@ -278,7 +278,10 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
     for row in records(cells):
         allocation = recovery = ""
         _, replacement = names.split_replacement(row["allocation"])
-        if replacement or (has_several_allocations and not _has_default_allocation(row)):
+        # the pruning of channels has no default allocation
+        is_default = row["allocation"] == "uniform" and row["granularity"] != "channel"
+        is_named = has_several_allocations and row["criterion"] != "none" and not is_default
+        if replacement or is_named:
             allocation = row["allocation"]
         if has_several_recoveries and row["recovery"] != "none":
             recovery = row["recovery"]
@@ -286,15 +289,6 @@ def _method_keys(cells: pd.DataFrame) -> list[str]:
             recovery = names.comma_joined(names.recovery_name(recovery), row["source"])
         keys.append(names.method_key(row["criterion"], allocation, recovery))
     return keys
-
-
-def _has_default_allocation(row: Mapping[str, Any]) -> bool:
-    """Whether the cell is unpruned or has the default allocation. The pruning of channels has no
-    default allocation."""
-    return bool(
-        row["criterion"] == "none"
-        or (row["allocation"] == "uniform" and row["granularity"] != "channel")
-    )
 
 
 def _models(cells: pd.DataFrame, reader: Reader) -> dict[str, Mapping[str, Any]]:

@@ -29,6 +29,7 @@ from moe_lab.analysis.outputs.score_rows import (
     coverage_cells,
     ratio_lines,
     shallow_middle_deep_layers,
+    sort_cells,
 )
 from moe_lab.analysis.registry import Results, output, per_model
 from moe_lab.analysis.render import charts
@@ -140,11 +141,10 @@ def smoothing_figure(results: Results, comparison: Comparison) -> Figure | None:
     if losses.empty or coverage_cells(comparison).empty:
         return None
     frames = []
-    for calibration in names.calibrations_in_order(losses["calibration"]):
-        layers = losses[losses["calibration"] == calibration].sort_values("layer")
+    for key, layers in groups(sort_cells(losses, "calibration", "layer"), ["calibration"]):
+        set_name = names.calibration(key["calibration"])
         for smoothing in [name for name in SMOOTHINGS if "." not in name]:
             targets = smooth(layers["loss"].to_numpy(float), smoothing)
-            set_name = names.calibration(calibration)
             texts = {"panel": set_name, "label": smoothing, "Calibration": set_name}
             frames.append(layers.assign(**texts, y=targets / targets.mean()))
     title = "Smoothed layer losses"

@@ -10,6 +10,7 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import settings
+from moe_lab.analysis.load.passes import PASS
 from moe_lab.analysis.load.reader import groups, stacked
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import HEAPR, pass_setup
@@ -17,7 +18,7 @@ from moe_lab.analysis.outputs.score_rows import calibrated_cells, criterion_colo
 from moe_lab.analysis.registry import Item, Results, output, per_model
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
-from moe_lab.analysis.render.table import SCORE, Columns, Table, frame_and_formats
+from moe_lab.analysis.render.table import SCORE, Columns, Table, display_frame, frame_and_formats
 from moe_lab.analysis.stats import overlap
 from moe_lab.analysis.stats.cell_scores import differences, mean_target, mean_text
 from moe_lab.analysis.stats.comparison import Comparison
@@ -88,7 +89,9 @@ def changes(study: Study, comparison: Comparison) -> pd.DataFrame:
     Columns: "panel" (method, text and removed share), "benchmark", "read" (number of tokens), and
     "difference", "low" and "high" (95 %) in points."""
     score_benchmarks = [
-        name for name in map(str, comparison.results) if name not in comparison.lower_is_better
+        name
+        for name in map(str, comparison.results)
+        if not comparison.quantity((name,)).lower_is_better
     ]
     frames = []
     for key, line in groups(lines_by_tokens(study, comparison), ["label", "panel"]):
@@ -143,47 +146,33 @@ RARE_SHARE = 0.1
 """An expert with less than this share of an even load is called rare."""
 
 
-def coverage_summary(coverage: pd.DataFrame) -> pd.DataFrame:
-    """Summarize tokens per expert over all layers; a row per model and calibration set.
-
-    Columns: "model", "calibration", "experts" (number of experts), "unseen" (number of experts
-    without a token), "rare" (number of experts with less than RARE_SHARE times the mean tokens of
-    their layer), and "least", "median" and "most" (tokens of an expert).
-
-    Columns of `coverage`: "model", "calibration", "layer", "expert" and "tokens"."""
-    tokens = coverage["tokens"]
-    even_load = coverage.groupby(["model", "calibration", "layer"])["tokens"].transform("mean")
-    experts = coverage.assign(unseen=tokens == 0, rare=tokens < RARE_SHARE * even_load)
-    return experts.groupby(["model", "calibration"], sort=False, as_index=False).agg(
-        experts=("tokens", "size"),
-        unseen=("unseen", "sum"),
-        rare=("rare", "sum"),
-        least=("tokens", "min"),
-        median=("tokens", "median"),
-        most=("tokens", "max"),
-    )
+COUNTS: dict[str, Any] = {
+    "Experts": ("tokens", "size"),
+    "Unseen": ("is_unseen", "sum"),
+    "Rare": ("is_rare", "sum"),
+    "Least tokens": ("tokens", "min"),
+    "Median tokens": ("tokens", "median"),
+    "Most tokens": ("tokens", "max"),
+}
+"""Displayed column -> what is counted over the experts of all layers, and how."""
 
 
 @output("tokens_per_expert", chapter="coverage")
 def coverage_table(results: Results) -> Table | None:
     """Calibration tokens per expert."""
     study = results.study
-    if study.coverage.empty:
+    coverage = study.coverage
+    if coverage.empty:
         return None
-    counts = {
-        "Experts": "experts",
-        "Unseen": "unseen",
-        "Rare": "rare",
-        "Least tokens": "least",
-        "Median tokens": "median",
-        "Most tokens": "most",
-    }
+    tokens = coverage["tokens"]
+    even_load = coverage.groupby([*PASS, "layer"])["tokens"].transform("mean")
+    experts = coverage.assign(is_unseen=tokens == 0, is_rare=tokens < RARE_SHARE * even_load)
     columns: Columns = {
         "Model": "model",
         "Calibration": "calibration",
-        **{name: (source, "{:,.0f}") for name, source in counts.items()},
+        **{name: (name, "{:,.0f}") for name in COUNTS},
     }
-    summary = coverage_summary(study.coverage)
+    summary = experts.groupby(PASS, sort=False, as_index=False).agg(**COUNTS)
     return Table(
         title="Tokens per expert",
         caption="Unseen: experts without calibration tokens; they are scored 0 and pruned first. "
@@ -233,12 +222,11 @@ def proxy_and_damage(results: Results) -> Figure | None:
     if overlaps.empty:
         return None
     rows = overlaps.sort_values("ratio", kind="stable")
+    texts = display_frame(rows, {"Model": "model", "Calibration": "calibration", "Pruned": "ratio"})
     rows = rows.assign(
-        panel=rows["ratio"].map(names.ratio) + " pruned",
-        label=rows["model"] + ", " + rows["calibration"].map(names.calibration),
-        Model=rows["model"],
-        Calibration=rows["calibration"].map(names.calibration),
-        Pruned=rows["ratio"].map(names.ratio),
+        panel=texts["Pruned"] + " pruned",
+        label=texts["Model"] + ", " + texts["Calibration"],
+        **texts,
     )
     x = charts.number("overlap", "share of the same experts", **charts.SHARE)
     y = charts.label("label")

@@ -45,7 +45,7 @@ def score_setup(study: Study) -> str:
     items = names.limits(sizes, "{:g}")
     metrics = sorted(set(metrics_in_words(study.results)))
     noun = "metric" if len(metrics) == 1 else "metrics"
-    level = f"{names.share(uncertainty.CONFIDENCE)} intervals"
+    level = f"{names.ratio(uncertainty.CONFIDENCE)} intervals"
     text = (
         f"{items} items per benchmark; {noun} {names.enumeration(metrics)}; {level}; "
         f"{run_setup(study)}"
@@ -116,7 +116,3 @@ def timing_note(machines: Iterable[str]) -> str:
     if recorded_machines:
         note += f"Measured on {names.enumeration(recorded_machines)}. "
     return note
-
-
-PANEL_COLUMNS = ["Model", "Pruned", "Calibration"]
-"""Columns that identify the panels of a table."""

@@ -257,11 +257,14 @@ def architecture_table(results: Results) -> Table | None:
             "Channels": largest["width"],
         }
         rows.append({"Model": model, "Type": str(facts.get("model_type", "")), **counts})
-    formats = {"Parameters (M)": "{:,.2f}", "Active (M)": "{:,.2f}", "Shared experts": "{:g}"}
-    integers = ("Experts", "Top-k", "MoE layers", "Dense layers", "Hidden size", "Channels")
-    formats |= dict.fromkeys(integers, "{:,.0f}")
     if not rows:
         return None
+    formats = {
+        **dict.fromkeys(counts, "{:,.0f}"),
+        "Parameters (M)": "{:,.2f}",
+        "Active (M)": "{:,.2f}",
+        "Shared experts": "{:g}",
+    }
     return Table(
         title="Architectures",
         caption="From configurations alone. Parameters: of the whole model; active: without the "

@@ -4,17 +4,13 @@ scores that read weights alone (AIMER, Fig. 2)."""
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
-import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.plans import BYTES
 from moe_lab.analysis.load.reader import (
-    TIMELESS,
     records,
     stacked,
     step_kind,
@@ -35,129 +31,43 @@ from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
 from moe_lab.analysis.render.table import Columns, Table, frame_and_formats
 
-if TYPE_CHECKING:
-    from moe_lab.criteria import Array
 
-STATISTICS_OF_SIGNAL = {
-    "Activations": "damage ala_first ala_second shift_weighted output_sum layer_loss "
-    "channel_square channel_max gate_channel_square gate_channel_max channel_product "
-    "channel_product_abs",
-    "Routing": "tokens damage ala_first ala_second shift_weighted gate_channel_square "
-    "gate_channel_max",
-    "Gradients": "channel_gradient_square channel_product channel_product_abs snip_down snip_gate "
-    "snip_up",
-    "Weights": "abs_sum square_sum channel_down_square channel_down_abs channel_gate_square "
-    "channel_up_square snip_down snip_gate snip_up",
-}
-"""Input of criteria, a column of AIMER's Table 1 -> the statistics that depend on it, besides
-`sums_model`."""
-MARKS = {True: "yes", False: "no"}
-
-
-@output("unified.table6", chapter="criteria", needs="registered criteria")
+@output(
+    "unified.table6", chapter="criteria", needs="registered criteria", aliases=("aimer.table1",)
+)
 def formula_table(results: Results) -> Table:
-    """Unified Expert Pruning's Table 6: the formula and the source of each criterion of a study."""
+    """Formula, inputs and source of each criterion of a study.
+
+    Unified Expert Pruning's Table 6, and AIMER's Table 1: what each criterion reads."""
     from moe_lab import criteria
 
     rows = []
-    for criterion_text in _registered_criteria(results.study):
-        registered_name, _ = _name_and_parameters(criterion_text)
+    for text in names.in_order(results.study.cells["criterion"], names.CRITERIA):
+        # without parameters, as in `s_family(alpha=0,b=1)`
+        registered_name, _ = names.name_and_settings(text)
+        if registered_name not in criteria.CRITERIA:
+            continue
         criterion = criteria.get(registered_name)
         # the first paragraph of the docstring is the formula
         formula, _, _ = (inspect.getdoc(criterion.function) or "").partition("\n\n")
         rows.append(
             (
-                names.criterion(criterion_text),
+                names.criterion(text),
                 criterion.granularity,
                 formula.replace("\n", " "),
+                _passes_in_words(criterion.needs),
                 criterion.reference,
             )
         )
     return Table(
-        title="Formulas of the criteria",
+        title="Formulas and inputs of the criteria",
         caption="Sums run over the N tokens that the router sent to an expert; g: the gate, f: the "
         "expert's output before the gate, phi: the input of down_proj, w: weights. The lowest "
-        "scores are pruned first.",
-        frame=pd.DataFrame(rows, columns=["Criterion", "Scores", "Formula", "From"]),
+        "scores are pruned first. Reads: passes over a calibration set (statistics: forward; "
+        "gradients: forward and backward) or over weights alone.",
+        frame=pd.DataFrame(rows, columns=["Criterion", "Scores", "Formula", "Reads", "From"]),
         formats={},
     )
-
-
-@output("aimer.table1", chapter="criteria", needs="registered criteria")
-def signal_table(results: Results) -> Table:
-    """AIMER's Table 1: the inputs that each criterion of the study reads."""
-    rows = [
-        (names.criterion(criterion), *(MARKS[is_used] for is_used in signals(criterion).values()))
-        for criterion in _registered_criteria(results.study)
-    ]
-    return Table(
-        title="Inputs of the criteria",
-        caption="Text: the criterion reads a calibration set. Other columns: yes if changing that "
-        "input changed the scores. Activations: outputs or channels of experts; routing: an "
-        "expert's number of tokens, and their gates. Sums over an expert's tokens count as routing "
-        "only where counts or gates are in the formula.",
-        frame=pd.DataFrame(rows, columns=["Criterion", "Text", *STATISTICS_OF_SIGNAL]),
-        formats={},
-    )
-
-
-def signals(criterion: str) -> dict[str, bool]:
-    """Column of AIMER's Table 1 -> whether the scores of a criterion depend on this input.
-
-    criterion: name and parameters, as in `s_family(alpha=0,b=1)`."""
-    from moe_lab.criteria import reads_text
-
-    name, parameters = _name_and_parameters(criterion)
-    reference_scores = _trial_scores(name, parameters)
-    dependence = {
-        signal: bool((_trial_scores(name, parameters, signal) != reference_scores).any())
-        for signal in STATISTICS_OF_SIGNAL
-    }
-    return {"Text": reads_text(name), **dependence}
-
-
-def _trial_scores(name: str, parameters: Mapping[str, Any], signal: str = "") -> Array:
-    """Scores of the trial layer, whose statistics are squared where they depend on `signal`."""
-    from moe_lab import criteria
-
-    statistics = criteria.TrialArrays()
-    statistics["file"] = np.zeros(criteria.EXPERTS)  # the scores in a file depend on no signal
-    statistics["output_sum"] /= 10  # the mean output is smaller than the outputs
-    for statistic in STATISTICS_OF_SIGNAL.get(signal, "").split():
-        statistics[statistic] = statistics[statistic] ** 2
-    # (experts, alpha, beta): sums over tokens of gate^alpha * norm^beta
-    sums = statistics["sums_model"]
-    if signal == "Activations":
-        sums[:, :, 1:] **= 2
-    elif signal == "Routing":
-        sums[:, 1:] **= 2
-        sums[:, 0, 0] **= 2  # the number of tokens
-    statistics["sums_model"] = sums
-    layer = criteria.trial_layer(name, statistics)
-    return layer.criterion.function(layer, **parameters)
-
-
-def _registered_criteria(study: Study) -> list[str]:
-    """The registered criteria of the study's cells, with their parameters:
-    `s_family(alpha=0,b=1)`."""
-    from moe_lab.criteria import CRITERIA
-
-    ordered = names.in_order(set(study.cells["criterion"]) - {"none"}, names.CRITERIA)
-    return [criterion for criterion in ordered if _name_and_parameters(criterion)[0] in CRITERIA]
-
-
-def _name_and_parameters(criterion: str) -> tuple[str, dict[str, Any]]:
-    """(name, parameters): for `s_family(alpha=0,b=1)`, `s_family` and {"alpha": 0, "b": 1}."""
-    name, settings = names.name_and_settings(criterion)
-    return name, {key: _parameter_value(text) for key, text in settings.items()}
-
-
-def _parameter_value(text: str) -> Any:
-    """`text` parsed as JSON, or `text` itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 COLUMN_OF_STEP_KIND = {
@@ -267,7 +177,7 @@ def allocation_table(results: Results) -> Table | None:
     )
 
 
-def _passes_in_words(kinds: pd.Series) -> str:
+def _passes_in_words(kinds: Iterable[str]) -> str:
     """The kinds of steps behind scores: `statistics and weights`."""
     return names.enumeration(sorted(kind.replace("_", " ") for kind in set(kinds) - {"scores"}))
 
@@ -282,7 +192,7 @@ def _step_times(study: Study, cells: pd.DataFrame, column: str) -> pd.DataFrame:
         folders = [
             folder
             for folder in steps_with_inputs([step], study.reader)
-            if step_kind(folder) not in TIMELESS
+            if step_kind(folder) != "model"  # this step only reads a configuration
         ]
         steps = time_and_memory(folders, study.reader)
         if folders and set(steps["folder"]) == set(folders):
@@ -290,20 +200,16 @@ def _step_times(study: Study, cells: pd.DataFrame, column: str) -> pd.DataFrame:
     return stacked(frames, ["cell", "kind", "seconds", "peak", "gpu_peak", "machine"])
 
 
-FIGURE_CRITERIA = ("magnitude", "aimer")
-OPPOSITE_SIGN_CRITERIA = ("aimer",)
-"""Criteria whose scores in the store have the opposite sign of the paper's scores, because the
-lowest scores in the store are pruned first."""
 COLUMNS = ("model", "criterion", "layer", "expert", "score")
 
 
 def weight_scores(study: Study) -> pd.DataFrame:
-    """Scores of experts by FIGURE_CRITERIA, with the columns COLUMNS.
+    """Scores of experts by Magnitude and AIMER, with the columns COLUMNS.
 
     Scores have the sign that they have in the papers. AIMER's score in its paper is
     ||w||_1 / (sqrt(N) ||w||_2), and the experts with the highest scores are pruned first."""
     cells = study.cells[
-        study.cells["criterion"].isin(FIGURE_CRITERIA) & study.cells["scores_folder"].notna()
+        study.cells["criterion"].isin(["magnitude", "aimer"]) & study.cells["scores_folder"].notna()
     ]
     frames = []
     # one cell per model and criterion: scores that read weights alone depend on nothing else
@@ -313,7 +219,8 @@ def weight_scores(study: Study) -> pd.DataFrame:
         scores = study.reader.frame(folder, "scores.parquet", COLUMNS[2:])
         if scores is not None:
             scores = scores.assign(model=cell["model"], criterion=cell["criterion"])
-            if cell["criterion"] in OPPOSITE_SIGN_CRITERIA:
+            if cell["criterion"] == "aimer":
+                # the store has the opposite sign, because the lowest scores are pruned first
                 scores["score"] = -scores["score"]
             frames.append(scores)
     return stacked(frames, COLUMNS)

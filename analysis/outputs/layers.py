@@ -24,6 +24,7 @@ from moe_lab.analysis.outputs.score_rows import (
 from moe_lab.analysis.registry import Results, output, per_model
 from moe_lab.analysis.render import charts
 from moe_lab.analysis.render.charts import Figure
+from moe_lab.analysis.render.table import PERCENT, format_number
 from moe_lab.analysis.stats.comparison import Comparison, Panel
 from moe_lab.result_files import BUDGETS
 
@@ -174,7 +175,7 @@ def budget_figure(results: Results, comparison: Comparison) -> Figure | None:
         .dropna(subset=["value"])
     )
     texts = [
-        names.share(value) if column in ("coverage", "kept") else f"{value:.2f}"
+        format_number(value, PERCENT if column in ("coverage", "kept") else "{:.2f}")
         for column, value in zip(squares["column"], squares["value"], strict=True)
     ]
     squares = squares.assign(
@@ -258,7 +259,7 @@ def _bars_and_line(
 
     rows: columns "panel", "x", "ablation", "line" and, for points with error bars, "low" and
     "high"."""
-    rows = rows.filter(items=COLUMNS)
+    rows = rows.filter(items=["panel", "x", "ablation", "line", "low", "high"])
     x = charts.label("x", x_title)
     loss = charts.number("ablation", LOSS_LABEL)
     falls = {"condition": {"test": "datum.ablation < 0", "value": "#ee7733"}, "value": "#2277bb"}
@@ -276,31 +277,15 @@ def _bars_and_line(
     return Figure(title, caption, rows, [both], 2, size, independent)
 
 
-COLUMNS = ("panel", "x", "ablation", "line", "low", "high")
-"""Columns of the rows of `_bars_and_line`."""
+def with_moments(sums: pd.DataFrame) -> pd.DataFrame:
+    """The rows with two more columns: mean and standard deviation (std) of the values of a raw
+    statistic.
 
-
-def statistics_by_layer(statistics: pd.DataFrame) -> pd.DataFrame:
-    """Pool one raw statistic by layer; a row per layer.
-
-    Columns:
-
-    - layer
-    - mean, std: over all weights or channels of the layer's experts
-    - ablation: mean ablation loss of the layer's experts
-
-    statistics: a row per expert, with the columns layer, count (number of weights or channels),
-    mean, std and ablation."""
-    count = statistics["count"]
-    # mean of squares = std ** 2 + mean ** 2, for an expert and for the layer
-    square = statistics["std"] ** 2 + statistics["mean"] ** 2
-    sums = statistics.assign(mean=count * statistics["mean"], square=count * square)
-    by_layer = sums.groupby("layer")
-    means = by_layer[["mean", "square"]].sum().div(by_layer["count"].sum(), axis=0)
+    sums: columns sum, square and count, see `passes.raw_statistics`."""
+    mean = sums["sum"] / sums["count"]
     # rounding errors can give less than 0
-    std = (means["square"] - means["mean"] ** 2).clip(lower=0) ** 0.5
-    layers = {"mean": means["mean"], "std": std, "ablation": by_layer["ablation"].mean()}
-    return pd.DataFrame(layers).reset_index()
+    variance = (sums["square"] / sums["count"] - mean**2).clip(lower=0)
+    return sums.assign(mean=mean, std=variance**0.5)
 
 
 @output(
@@ -328,13 +313,14 @@ def statistics_figure(results: Results, comparison: Comparison) -> Figure | None
     middle = layers[(len(layers) - 1) // 2]
     frames = []
     for label, statistic in drawn.items():
-        by_layer = statistics_by_layer(statistic)
-        frames.append(by_layer.assign(panel=f"(a) {label}", x=by_layer["layer"]))
+        by_layer = statistic.groupby("layer", as_index=False)
+        sums = by_layer.agg({"sum": "sum", "square": "sum", "count": "sum", "ablation": "mean"})
+        frames.append(sums.assign(panel=f"(a) {label}", x=sums["layer"]))
     for label, statistic in drawn.items():
         experts_of_layer = statistic[statistic["layer"] == middle]
         by_loss = experts_of_layer.sort_values("ablation", ascending=False, kind="stable")
         frames.append(by_loss.assign(panel=f"(b) {label}, layer {middle}", x=by_loss["expert"]))
-    rows = pd.concat(frames)
+    rows = with_moments(pd.concat(frames))
     rows = rows.assign(
         line=rows["mean"],
         low=rows["mean"] - rows["std"],

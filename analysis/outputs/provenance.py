@@ -39,7 +39,7 @@ def artefact_table(results: Results) -> Table:
 @output("gaps", chapter="gaps")
 def gap_table(results: Results) -> Table:
     """Missing results: a row per reason, with all folders and cells to which it applies."""
-    gaps = pd.DataFrame(map(vars, results.study.gaps), columns=["reason", "location"])
+    gaps = pd.DataFrame(results.study.gaps, columns=["reason", "location"])
     rows = gaps.groupby("reason", sort=False)["location"].agg(["size", "; ".join]).reset_index()
     return Table(
         title="Gaps",

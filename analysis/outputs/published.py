@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import pandas as pd
@@ -52,13 +52,7 @@ class Facts:
             (int(row["cell"]), str(row["benchmark"])): row for row in records(study.results)
         }
         """(cell, benchmark) -> row of `Study.results`."""
-        # cached, because several numbers come from the same file
-        self._document = cache(self._read_document)
-
-    def _read_document(self, name: str, file: str) -> Mapping[str, Any]:
-        """Content of a JSON file in the folder `name` of a step; {} if the file cannot be read."""
-        reader = self.study.reader
-        return reader.json(reader.folder(name), file) or {}
+        self._protocols = study.origins.set_index("folder")["protocol"]
 
     def add_protocol(
         self, scores: pd.DataFrame, cell: int, benchmarks: Iterable[str], caveats: Sequence[str]
@@ -90,21 +84,19 @@ class Facts:
         return None
 
     def _search(self, cell: int) -> dict[str, Any]:
-        """`MeasuredNumber.search` of a cell. The search set is the text on which candidates were
-        compared."""
+        """`MeasuredNumber.search` of a cell."""
         searches = self.study.searches
         if cell not in searches.index:
             return {}
-        plan = self._document(str(self.cells[cell]["plan_folder"]), "plan.json")
         return {
-            "search set": (plan.get("provenance") or {}).get("search"),
+            "search set": searches.loc[cell, "search_set"],
             "generations": _integer(searches.loc[cell, "generations"]),
         }
 
     def _evaluation(self, cell: int, benchmark: str) -> Evaluation:
         """The items and settings with which a cell was evaluated on a benchmark."""
         row = self._results[cell, benchmark]
-        protocol = self._document(str(row["folder"]), "result.json").get("protocol") or {}
+        protocol = self._protocols[row["folder"]]
         settings = {
             **protocol,
             **(protocol.get("parameters") or {}),
@@ -174,7 +166,7 @@ def _score_pairs(facts: Facts, comparison: Comparison, table: str) -> Pairs:
 
 def _measured(comparison: Comparison, target: Target) -> Target:
     """The displayed columns and benchmarks of `target` for which the comparison has scores."""
-    known = {*comparison.benchmarks_of, *comparison.benchmark_scores}
+    known = {*comparison.benchmarks_of, *comparison.results}
     return tuple(name for name in target if name in known)
 
 

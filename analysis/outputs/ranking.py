@@ -38,7 +38,7 @@ from moe_lab.analysis.stats.ranking import (
     overview,
 )
 from moe_lab.analysis.stats.uncertainty import LEVEL
-from moe_lab.analysis.stats.winners import CAPTION, SETTINGS, label, winner_map
+from moe_lab.analysis.stats.winners import SETTINGS, label, winner_map
 
 TOOLTIP = ("Criterion", "Calibration", "Metric", "score", "low", "high", "unpruned", "status")
 
@@ -57,7 +57,8 @@ def ranking_by_loss(results: Results) -> Table | None:
     if not results.by_answer_loss.rankings:
         return None
     table = ranking_table(results.by_answer_loss)
-    return replace(table, caption=f"{CAPTION} {table.caption}")
+    meaning = "Loss on right answers, in bits per byte of the answer: lower is better."
+    return replace(table, caption=f"{meaning} {table.caption}")
 
 
 def ranking_table(results: Results) -> Table:

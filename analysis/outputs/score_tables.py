@@ -211,45 +211,24 @@ def channel_score_table(results: Results, comparison: Comparison) -> Iterator[Bl
             yield Block(comparison, criteria.map(names.criterion), base)
 
 
-_BLOCKS_CAPTION = (
-    "Aligned: an expert keeps a multiple of so many channels; min: experts below so many lose all; "
-    "scores: channels left over by rounding go to the blocks of the highest scores. Difference: "
-    f"{MEAN} minus that of {PUBLISHED_BLOCKS}, paired."
-)
-
-
 @score_table(
     "coverage.table8",
-    "Channel budgets in blocks: channels left over by rounding",
+    "Channel budgets in blocks",
     (*names.COMMON_SENSE, COMMON_SENSE_MEAN, "gsm8k", "humaneval", MEAN),
-    _BLOCKS_CAPTION,
-    by_domain=True,
-    needs=f"several of coverage_aligned_* of sweeps (coverage_table8), and {SLIMMING}",
-    aliases=("coverage.table17",),
-)
-def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Channel budgets in blocks: sizes of blocks, and assignment of channels left by rounding."""
-    return _allocation_blocks(comparison, r"coverage aligned \d+( scores)?")
-
-
-@score_table(
-    "coverage.table16",
-    "Channel budgets in blocks: the smallest expert that is kept",
-    (*names.ABLATION, MEAN),
-    _BLOCKS_CAPTION,
+    "Aligned: an expert keeps a multiple of so many channels; min: experts below so many lose all; "
+    "scores: channels left over by rounding go to the blocks of the highest scores. Difference: "
+    f"{MEAN} minus that of {PUBLISHED_BLOCKS}, paired.",
     chapter="channels",
     by_domain=True,
-    needs=f"coverage_aligned_128 and coverage_min_* of sweeps (coverage_table16), and {SLIMMING}",
+    needs=(
+        "several of coverage_aligned_* and coverage_min_* of sweeps (coverage_table8 and "
+        f"coverage_table16), and {SLIMMING}"
+    ),
+    aliases=("coverage.table16", "coverage.table17"),
 )
-def smallest_experts(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """Channel budgets in blocks: smallest number of channels with which an expert is kept."""
-    return _allocation_blocks(comparison, r"coverage (aligned 128|min \d+)")
-
-
-def _allocation_blocks(comparison: Comparison, pattern: str) -> Iterator[Block]:
-    """Blocks of cells that differ in the allocation alone, with PUBLISHED_BLOCKS as the reference.
-
-    pattern: regular expression that the allocations match."""
+def aligned_blocks(results: Results, comparison: Comparison) -> Iterator[Block]:
+    """Channel budgets in blocks: sizes of blocks, smallest experts, and channels left over."""
+    pattern = r"coverage (aligned \d+( scores)?|min \d+)"
     matches = comparison.cells[comparison.cells["allocation"].str.fullmatch(pattern)]
     for _, cells in groups(matches, [*EQUAL_COLUMNS, "criterion", "recovery"]):
         if len(cells) > 1:

@@ -12,12 +12,7 @@ from scipy.special import stdtrit
 from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import records
 from moe_lab.analysis.load.study import Study
-from moe_lab.analysis.outputs.captions import (
-    PANEL_COLUMNS,
-    metrics_in_words,
-    run_setup,
-    score_setup,
-)
+from moe_lab.analysis.outputs.captions import metrics_in_words, run_setup, score_setup
 from moe_lab.analysis.outputs.score_rows import (
     concatenate_numbers,
     listed_cells,
@@ -64,7 +59,7 @@ def rank_table(results: Results, criteria: Sequence[str] | None = None) -> Table
     )
     if rows is None:
         return None
-    text_columns = [*PANEL_COLUMNS, "Criterion"]
+    text_columns = list(CELL_COLUMNS)
     averages = [*(name for name in mean_quantities(comparisons) if name in rows.frame), "Avg Rank"]
     other_columns = (*text_columns, *averages)
     score_columns = [name for name in printed_columns(rows.frame) if name not in other_columns]
@@ -136,7 +131,7 @@ def task_specific_table(results: Results, criteria: Sequence[str] | None = None)
     rows = concatenate_numbers(blocks)
     if rows is None:
         return None
-    shown = [*PANEL_COLUMNS, "Criterion", *columns, "Avg Rank"]
+    shown = [*CELL_COLUMNS, *columns, "Avg Rank"]
     others = [column for column in printed_columns(rows.frame) if column not in shown]
     return numbers_table(
         replace(rows, frame=without_columns(rows.frame, others)),
@@ -157,9 +152,7 @@ def task_specific_table(results: Results, criteria: Sequence[str] | None = None)
 )
 def benchmark_table(results: Results) -> Table | None:
     """Every benchmark of every model, with 95 % intervals (also AIMER's Figs. 3 to 5)."""
-    evaluated = {
-        str(name) for comparison in results.measured for name in comparison.benchmark_scores
-    }
+    evaluated = {str(name) for comparison in results.measured for name in comparison.results}
     benchmarks = names.in_order(evaluated, names.BENCHMARKS)
     blocks = []
     for comparison in results.measured:
@@ -237,6 +230,7 @@ def degeneration(results: Results) -> list[Item | None]:
     table = numbers_table(
         rows,
         {**formats, **dict.fromkeys((LENGTH, f"Δ {LENGTH}"), "{:,.1f}")},
+        last=[name for column in columns for name in (column, f"Δ {column}")],
         title="Degeneration of generated texts",
         caption=f"{CAPTION} {run_setup(results.study)}",
         optional=list(map(str, rows.frame)),
@@ -279,16 +273,12 @@ def _blocks(
     # an interval over items leaves out what another seed changes
     has_seeds = [len(comparison.plans_by_seed[cell]) > 1 for _, cell in half_width.index]
     half_width.loc[has_seeds] = float("nan")
-    numbers = items.groupby(["benchmark", "cell"]).mean().join(mean.add_prefix("Δ "))
-    for end, sign in (("low", -1), ("high", 1)):
-        ends = (mean + sign * half_width).add_prefix("Δ ").add_suffix(f" {end}")
-        numbers = numbers.join(ends)
-    shown = []
-    for column in columns:
-        shown += [column, f"Δ {column}", f"Δ {column} low", f"Δ {column} high"]
+    parts = [mean, (mean - half_width).add_suffix(" low"), (mean + half_width).add_suffix(" high")]
+    means = items.groupby(["benchmark", "cell"]).mean()
+    numbers = means.join([part.add_prefix("Δ ") for part in parts])
     with_texts = numbers.index.get_level_values("benchmark")
-    for benchmark in comparison.benchmark_scores.columns.intersection(with_texts):
+    for benchmark in comparison.results.columns.intersection(with_texts):
         frame = display_frame(cells, CELL_COLUMNS)
         frame.insert(1, "Benchmark", names.benchmark(benchmark))
         frame["Score"] = comparison.displayed_scores((benchmark,))["score"]
-        yield Numbers(frame.join(numbers.loc[benchmark, shown], how="inner"))
+        yield Numbers(frame.join(numbers.loc[benchmark], how="inner"))

@@ -11,12 +11,11 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load.plans import BYTES
 from moe_lab.analysis.load.reader import groups, time_and_memory
 from moe_lab.analysis.load.settings import ALL_BUT_ALLOCATION, is_searched, method_labels
-from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.outputs.captions import MEBIBYTE, PEAKS, SEARCHES, run_setup
 from moe_lab.analysis.outputs.score_rows import (
     Block,
     Cost,
-    criterion_colours,
+    cells_without_recovery,
     only_cell,
     score_table,
     sort_cells,
@@ -34,8 +33,6 @@ from moe_lab.analysis.render.table import (
 from moe_lab.analysis.stats.cell_scores import CODE_BENCHMARKS, WRITING_AND_MATH
 from moe_lab.analysis.stats.comparison import Comparison
 
-TEXT_COLUMNS = {**CELL_COLUMNS, "Criterion": "criterion"}
-"""Displayed column -> column of cells."""
 COLUMNS = (
     "Eval+",
     "LiveCode",
@@ -47,10 +44,6 @@ COLUMNS = (
     "MC Avg",
 )
 """The columns of EvoESAP's Tables 1, 2, 5 and 7."""
-COMPARED_AVERAGES = ("Code", "WildBench", "MC Avg")
-"""The averages of EvoESAP's Tables 4 and 6."""
-FITNESSES = ("esap", "spec_dec")
-"""The fitnesses that EvoESAP's Table 6 compares."""
 SECONDS = "Search (s)"
 SETTINGS = ("samples", "generations", "population")
 """Columns of `Study.searches`, displayed with a capital letter."""
@@ -94,7 +87,7 @@ _SETTINGS_CAPTION = (
     costs={},
     chapter="search",
     needs=SEARCHES,
-    aliases=("evoesap.table2",),
+    aliases=("evoesap.table2", "evoesap.table7"),
 )
 @score_table(
     "evoesap.table8",
@@ -121,7 +114,7 @@ _SETTINGS_CAPTION = (
     needs=f"{SEARCHES}, and multiple-choice benchmarks",
 )
 def searched_against_uniform(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """EvoESAP's Tables 1, 2 and 8 to 10: each searched allocation and the uniform one."""
+    """EvoESAP's Tables 1, 2 and 7 to 10: each searched allocation and the uniform one."""
     for uniform, searched in _searches(results, comparison):
         base = only_cell(uniform)
         if base is not None:
@@ -129,31 +122,17 @@ def searched_against_uniform(results: Results, comparison: Comparison) -> Iterat
 
 
 @score_table(
-    "evoesap.table7",
-    "Searched allocation against uniform: calibrated on general text",
-    COLUMNS,
-    _AGAINST_UNIFORM,
-    costs={},
-    needs=f"{SEARCHES}, calibrated on general text (evoesap_table7 of sweeps)",
-)
-def searched_on_general_text(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """EvoESAP's Table 7: searched and uniform allocations, calibrated on general text."""
-    for block in searched_against_uniform(results, comparison):
-        if names.domain(comparison.cells["calibration"][block.labels.index[0]]) == "general":
-            yield block
-
-
-@score_table(
     "evoesap.table4",
     "Searched allocations",
-    COMPARED_AVERAGES,
+    ("Code", "WildBench", "MC Avg"),
     _SETTINGS_CAPTION,
     costs=SEARCH_COSTS,
     chapter="search",
     needs=f"{SEARCHES}, and coding benchmarks, WildBench or multiple choice",
+    aliases=("evoesap.table6",),
 )
 def searched_allocations(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """EvoESAP's Table 4: all searched allocations of a ratio."""
+    """EvoESAP's Tables 4 and 6: all searched allocations of a ratio."""
     searches = [searched for _, searched in _searches(results, comparison)]
     for _, cells in groups(pd.concat([comparison.cells[:0], *searches]), ["ratio"]):
         yield Block(comparison, cells["label"])
@@ -173,23 +152,6 @@ def search_settings(results: Results, comparison: Comparison) -> Iterator[Block]
     for uniform, searched in _searches(results, comparison):
         if len(searched) > 1:
             yield Block(comparison, pd.concat([uniform, searched])["label"])
-
-
-@score_table(
-    "evoesap.table6",
-    "Searched by ESAP and by speculative decoding",
-    COMPARED_AVERAGES,
-    _SETTINGS_CAPTION,
-    costs=SEARCH_COSTS,
-    chapter="search",
-    needs=f"{SEARCHES}, fitness=esap and fitness=spec_dec (evoesap_table6 of sweeps)",
-)
-def search_fitnesses(results: Results, comparison: Comparison) -> Iterator[Block]:
-    """EvoESAP's Table 6: searches by each of FITNESSES."""
-    for _, searched in _searches(results, comparison):
-        cells = searched[searched["fitness"].isin(FITNESSES)]
-        if cells["fitness"].nunique() > 1:
-            yield Block(comparison, cells["label"])
 
 
 @output("evoesap.table3", chapter="search", needs=SEARCHES)
@@ -215,7 +177,8 @@ def cost_table(results: Results) -> Table | None:
         after=study.costs["loading_bytes"] / MEBIBYTE,
     )
     columns: Columns = {
-        **TEXT_COLUMNS,
+        **CELL_COLUMNS,
+        "Criterion": "criterion",
         "Fitness": "fitness",
         **{name.capitalize(): (name, "{:,.0f}") for name in SETTINGS},
         "Evaluated": ("candidates", "{:,.0f}"),
@@ -234,65 +197,31 @@ def cost_table(results: Results) -> Table | None:
     )
 
 
-def densities(study: Study, comparison: Comparison) -> pd.DataFrame:
-    """Retained share of the experts in each layer, a row per layer and cell that prunes experts.
+@output(
+    "evoesap.fig1",
+    chapter="search",
+    needs=f"{SEARCHES}, without recovery",
+    aliases=("evoesap.fig3",),
+)
+@per_model
+def density_figure(results: Results, comparison: Comparison) -> Figure | None:
+    """Share of experts retained in each layer, by criterion and allocation.
 
-    Columns: "line" (the cell), "layer", "y" (the share, 0..1), "criterion", "allocation", and
-    "panel" (ratio and calibration set)."""
-    cells = comparison.cells[comparison.cells["granularity"] == "expert"]
-    columns = cells[["criterion", "allocation", "ratio"]].join(
-        display_frame(
-            cells,
-            {"Pruned": "removed_text", "Calibration": "calibration", "Allocation": "allocation"},
-        )
-    )
-    columns["panel"] = columns["Pruned"] + " pruned, " + columns["Calibration"]
+    EvoESAP's Figs. 1 and 3: a panel per ratio and calibration set of a searched allocation, with a
+    line per cell that prunes experts and has no recovery.
+    """
+    cells = cells_without_recovery(comparison, "expert")
+    columns = {"Pruned": "removed_text", "Calibration": "calibration", "Allocation": "allocation"}
+    texts = display_frame(cells, {**columns, "label": "method"})
+    texts["panel"] = texts["Pruned"] + " pruned, " + texts["Calibration"]
+    panels_of_searches = texts["panel"][cells["allocation"].map(is_searched)]
+    texts = texts[texts["panel"].isin(panels_of_searches)]
     # a row per expert, with share 0 or 1 here
-    shares = study.retained.groupby(["cell", "layer"])["share"].mean().rename("y").reset_index()
-    rows = shares.join(columns, on="cell", how="inner").sort_values("ratio", kind="stable")
-    return rows.rename(columns={"cell": "line"})
-
-
-EXPERTS_KEPT = charts.number("y", "experts kept", **charts.PERCENT)
-_DENSITIES = "Share of the experts each layer keeps"
-_EQUAL_NUMBERS = "All schedules of a panel remove the same number of experts."
-
-
-@output("evoesap.fig1", chapter="search", needs=SEARCHES)
-@per_model
-def allocations_figure(results: Results, comparison: Comparison) -> Figure | None:
-    """Share of experts retained in each layer, by allocation.
-
-    EvoESAP Fig. 1: a panel per ratio and calibration set, with a line per cell. Panels with a
-    single allocation are left out. Only the criterion with the most allocations is drawn.
-    """
-    shares = densities(results.study, comparison)
-    by_panel = shares.groupby(["criterion", "panel"])
-    shares = shares[by_panel["allocation"].transform("nunique") > 1]
-    if not shares["allocation"].map(is_searched).any():
-        return None
-    counts = shares.groupby("criterion")["allocation"].nunique()
-    candidates = names.in_order(counts.index[counts == counts.max()], names.CRITERIA)
-    criterion = "reap" if "reap" in candidates else candidates[0]
-    shares = shares[shares["criterion"] == criterion]
-    caption = f"{_DENSITIES} when {names.criterion(criterion)} chooses which. {_EQUAL_NUMBERS}"
-    rows = shares.assign(label=shares["allocation"].map(names.allocation_name))
-    return charts.layer_figure("Density schedules", caption, rows, EXPERTS_KEPT)
-
-
-@output("evoesap.fig3", chapter="search", needs=SEARCHES)
-@per_model
-def criteria_figure(results: Results, comparison: Comparison) -> Figure | None:
-    """Share of experts retained in each layer by searched allocations, by criterion.
-
-    EvoESAP Fig. 3: a panel per ratio and calibration set, a line per cell.
-    """
-    shares = densities(results.study, comparison)
-    shares = shares[shares["allocation"].map(is_searched).astype(bool)]
-    if shares.empty:
-        return None
-    labels = shares["criterion"].map(names.criterion)
-    rows = shares.assign(label=labels, method=shares["criterion"])
-    caption = f"{_DENSITIES} under the searched allocation of each criterion. {_EQUAL_NUMBERS}"
-    shown = criterion_colours(rows)
-    return charts.layer_figure("Searched densities", caption, rows, EXPERTS_KEPT, shown)
+    shares = results.study.retained.groupby(["cell", "layer"])["share"].mean().rename("y")
+    rows = texts.join(shares.reset_index("layer"), how="inner").rename_axis("line").reset_index()
+    caption = (
+        "Share of the experts each layer keeps. All schedules of a panel remove the same number of "
+        "experts."
+    )
+    y = charts.number("y", "experts kept", **charts.PERCENT)
+    return charts.layer_figure("Density schedules", caption, rows, y)

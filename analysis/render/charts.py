@@ -16,9 +16,8 @@ from moe_lab.analysis.render.vega import VEGA_LITE
 INK, MUTED, RULE, SURFACE = "#15181e", "#667080", "#d4d9e0", "#fdfdfe"
 """Colours of text, references, grid lines and the background. The page replaces them by those of
 its theme, so marks with colours of their own use others."""
-UNPRUNED_COLOUR = INK
 CRITERIA = {
-    "none": UNPRUNED_COLOUR,
+    "none": INK,
     "frequency": "#b39a25",
     "seer": "#cc6677",
     "ean": "#117733",

@@ -3,13 +3,13 @@ and significance of both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pandas as pd
 
 from moe_lab.analysis import names
-from moe_lab.analysis.stats import ranks
 from moe_lab.analysis.stats.comparison import (
     Comparison,
     Panel,
@@ -17,7 +17,7 @@ from moe_lab.analysis.stats.comparison import (
     mean_quantities,
     overall_columns,
 )
-from moe_lab.analysis.stats.quantity import AVG
+from moe_lab.analysis.stats.quantity import AVG, PRINTED_DECIMALS
 
 CODE_BENCHMARKS = ("humaneval", "humaneval_plus", "mbpp", "mbpp_plus", "Eval+", "LiveCode", "Code")
 WRITING_AND_MATH = ("WildBench", "GSM8K", "MATH-500", "Math")
@@ -55,7 +55,8 @@ def notes_on_average(comparisons: Iterable[Comparison]) -> list[str]:
     """At most one sentence, which names the displayed columns that Avg leaves out."""
     columns: set[str] = set()
     for comparison in comparisons:
-        columns |= set(comparison.benchmarks_of) - set(comparison.all_average_columns)
+        displayed = comparison.benchmarks_of
+        columns |= set(displayed) - set(comparison.average_columns(displayed))
     if not columns:
         return []
     return [
@@ -170,8 +171,26 @@ def rank_block(
     targets[comparison.quantity(average_columns).mean_name] = average_columns
     numbers = scores(comparison, pd.DataFrame(text, index=list(cell_of_row.values())), targets)
     scores_of_methods = numbers.frame.loc[list(cells.values()), score_columns]
-    numbers.frame["Avg Rank"] = ranks.average_rank(
+    numbers.frame["Avg Rank"] = average_rank(
         scores_of_methods, lower_is_better=numbers.lower_is_better
     )
     numbers.lower_is_better.add("Avg Rank")
     return numbers
+
+
+def column_ranks(columns: pd.DataFrame, *, lower_is_better: Collection[str] = ()) -> pd.DataFrame:
+    """Rank of each row in each column, by numbers rounded to PRINTED_DECIMALS: rank 1 has the
+    highest number, or the lowest in the columns `lower_is_better`. Equal numbers get the mean of
+    their ranks."""
+    signs = np.array([1.0 if name in lower_is_better else -1.0 for name in columns.columns])
+    return (columns.astype(float).round(PRINTED_DECIMALS) * signs).rank()
+
+
+def average_rank(columns: pd.DataFrame, *, lower_is_better: Collection[str] = ()) -> pd.Series:
+    """Avg Rank of each row by the papers' rule: the mean of `column_ranks` over the columns. The
+    caller must leave out the unpruned model.
+
+    Table 1 of Unified Expert Pruning prints ranks that follow from its printed benchmarks by this
+    rule, up to rounding."""
+    ranks = column_ranks(columns, lower_is_better=lower_is_better)
+    return ranks.mean(axis=1, skipna=False).rename("Avg Rank")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from scipy.special import chdtrc, stdtrit
+from scipy.special import stdtrit
 
 from moe_lab.analysis.stats.uncertainty import LEVEL
 
@@ -55,47 +56,32 @@ class Chance:
         return None
 
 
-def chance_from_scores(scores: np.ndarray) -> Chance:
-    """The `Chance` of one model. scores: (plans,), of at least two random plans."""
-    return Chance(
-        float(scores.mean()),
-        float(scores.std(ddof=1)),
-        plans=len(scores),
-        degrees_of_freedom=len(scores) - 1,
-    )
-
-
 def chance_by_model(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
     """Model -> its `Chance`. If Bartlett's test finds no difference between the spreads of models,
     all models have the pooled spread.
 
-    scores: model -> scores of the model's random plans.
+    scores: model -> scores (plans,) of the model's random plans, at least two.
     """
     chance_of_model = {
-        model: chance_from_scores(plan_scores) for model, plan_scores in scores.items()
+        model: Chance(
+            float(plan_scores.mean()),
+            float(plan_scores.std(ddof=1)),
+            plans=len(plan_scores),
+            degrees_of_freedom=len(plan_scores) - 1,
+        )
+        for model, plan_scores in scores.items()
     }
     if len(chance_of_model) < 2:
         return chance_of_model
+    from scipy.stats import bartlett  # takes half a second to import
+
     variances = np.array([chance.spread**2 for chance in chance_of_model.values()])
     freedoms = np.array([chance.degrees_of_freedom for chance in chance_of_model.values()])
-    pooled_variance = float(freedoms @ variances / freedoms.sum())
-    if _are_equal(variances, freedoms, pooled_variance):
+    changes: dict[str, Any] = {"spreads_differ": True}
+    if bartlett(*scores.values()).pvalue >= LEVEL:
         changes = {
-            "spread": pooled_variance**0.5,
+            "spread": float(freedoms @ variances / freedoms.sum()) ** 0.5,
             "degrees_of_freedom": float(freedoms.sum()),
             "models": len(chance_of_model),
         }
-    else:
-        changes = {"spreads_differ": True}
     return {model: replace(chance, **changes) for model, chance in chance_of_model.items()}
-
-
-def _are_equal(variances: np.ndarray, freedoms: np.ndarray, pooled_variance: float) -> bool:
-    """Whether Bartlett's test finds no difference between `variances` (models,); the same test as
-    scipy's `bartlett`.
-
-    freedoms: degrees of freedom (models,) of the variances.
-    """
-    statistic = freedoms.sum() * np.log(pooled_variance) - freedoms @ np.log(variances)
-    correction = 1 + ((1 / freedoms).sum() - 1 / freedoms.sum()) / 3 / (len(variances) - 1)
-    return bool(chdtrc(len(variances) - 1, statistic / correction) >= LEVEL)

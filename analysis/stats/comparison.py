@@ -17,7 +17,7 @@ import pandas as pd
 from moe_lab.analysis import names
 from moe_lab.analysis.load import evaluations, settings
 from moe_lab.analysis.load.reader import Reader, groups, records
-from moe_lab.analysis.stats import ranks, uncertainty
+from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.quantity import Quantity, common_quantity
 from moe_lab.analysis.stats.uncertainty import Estimate, Stratum
 from moe_lab.result_files import RANDOM
@@ -122,11 +122,6 @@ class Comparison:
             return frame
         return frame.groupby(self.representatives, sort=False).mean().reindex(self.cells.index)
 
-    @cached_property
-    def benchmark_scores(self) -> pd.DataFrame:
-        """Scores (cells, benchmarks), each the mean over the seeds with a result."""
-        return self._seed_means(self.results)
-
     def evaluated(self, columns: Iterable[str], cells: Iterable[int]) -> Target:
         """Those of `columns` (displayed columns or benchmarks) on which at least one of these cells
         was evaluated."""
@@ -149,30 +144,20 @@ class Comparison:
         loss_columns = []
         score_columns = []
         for column in columns:
-            if self.quantity((column,)).lower_is_better:
-                loss_columns.append(column)
             # the keys of `weights` are the benchmarks of the column
-            elif not set(self.weights((column,))) & set(self.lower_is_better):
+            benchmarks = list(self.weights((column,)))
+            is_loss = [self.quantity((benchmark,)).lower_is_better for benchmark in benchmarks]
+            if all(is_loss):
+                loss_columns.append(column)
+            elif not any(is_loss):
                 score_columns.append(column)
         return tuple(score_columns or loss_columns)
-
-    @cached_property
-    def all_average_columns(self) -> Target:
-        """`average_columns` of all displayed columns."""
-        return self.average_columns(self.benchmarks_of)
 
     def quantity(self, target: Target) -> Quantity:
         """The kind of a target's numbers: score, loss or perplexity."""
         return common_quantity(
             self.quantities.get(benchmark, Quantity()) for benchmark in self.weights(target)
         )
-
-    @cached_property
-    def lower_is_better(self) -> tuple[str, ...]:
-        """Displayed columns and benchmarks in which less is better."""
-        # a benchmark can be a displayed column too
-        distinct_names = dict.fromkeys([*map(str, self.results), *self.benchmarks_of])
-        return tuple(name for name in distinct_names if self.quantity((name,)).lower_is_better)
 
     @_cached_by_target
     def plan_scores(self, target: Target) -> pd.Series:
@@ -205,16 +190,13 @@ class Comparison:
         reported standard errors.
         """
         weights = pd.Series(self.weights(target))
-        # outcomes (plans, items) of a single benchmark with items of equal weights
+        # outcomes (plans, items) of a single benchmark with right-or-wrong items of equal weights
         outcomes = None
         if len(weights) == 1 and weights.index[0] not in self.item_weights:
             outcomes = self.outcomes.get(weights.index[0])
-        if outcomes is None or not evaluations.are_binary(outcomes):
-            intervals = [self.estimate(target, {cell: 1.0}).interval for cell in self.plans_by_seed]
-        else:
-            intervals = [
-                self._interval_of_shares(target, cell, outcomes) for cell in self.plans_by_seed
-            ]
+        if outcomes is not None and not evaluations.are_binary(outcomes):
+            outcomes = None
+        intervals = [self._interval_of_cell(target, cell, outcomes) for cell in self.plans_by_seed]
         ends = pd.DataFrame(intervals, index=list(self.plans_by_seed), dtype=float)
         score = self.score(target)
         # for cells without outcomes: benchmarks count as independent samples
@@ -226,22 +208,22 @@ class Comparison:
             return low, high
         return low.clip(lower=0), high.clip(upper=1)
 
-    def _interval_of_shares(
-        self, target: Target, cell: int, outcomes: np.ndarray
+    def _interval_of_cell(
+        self, target: Target, cell: int, outcomes: np.ndarray | None
     ) -> tuple[float, float]:
-        """Low and high end of a cell's interval on a benchmark of right-or-wrong items; NaN without
-        outcomes.
+        """Low and high end of a cell's interval, see `interval`; NaN without outcomes.
 
-        outcomes: (plans, items) of all plans.
+        outcomes: (plans, items) of all plans, if the target is a benchmark of right-or-wrong items.
         """
-        rows = outcomes[list(self.plans_by_seed[cell].values())]
-        rows = rows[np.isfinite(rows).any(axis=1)]
-        several_plans = len(self.plans_by_seed[cell]) > 1
-        # If all outcomes are equal, the standard error of `estimate` is 0, which gives no interval.
-        if not len(rows) or (several_plans and np.nanmin(rows) != np.nanmax(rows)):
-            return self.estimate(target, {cell: 1.0}).interval
-        # one row is enough: there is only one plan, or the outcomes of all plans are equal
-        return uncertainty.wilson(np.nansum(rows[0]), np.isfinite(rows[0]).sum())
+        if outcomes is not None:
+            rows = outcomes[list(self.plans_by_seed[cell].values())]
+            has_one_plan = len(rows) == 1
+            rows = rows[np.isfinite(rows).any(axis=1)]
+            # if all outcomes are equal, the standard error of `estimate` is 0: no interval
+            if len(rows) and (has_one_plan or np.nanmin(rows) == np.nanmax(rows)):
+                # one row is enough: there is only one plan, or the outcomes of all plans are equal
+                return uncertainty.wilson(np.nansum(rows[0]), np.isfinite(rows[0]).sum())
+        return self.estimate(target, {cell: 1.0}).interval
 
     def estimate(self, target: Target, weights: Mapping[int, float]) -> Estimate:
         """Weighted sum of the scores of cells, with the standard error of the sum over seeds and
@@ -280,10 +262,8 @@ class Comparison:
                 rows_of_cells.append(list(row_of_seed.values()))
         # a cell with one plan is in every replicate, so it does not limit the number of replicates
         replicates = min((len(rows) for rows in rows_of_cells if len(rows) != 1), default=1)
-        rows_of_equal_length = [
-            (rows * replicates if len(rows) == 1 else rows)[:replicates] for rows in rows_of_cells
-        ]
-        return np.array(rows_of_equal_length, int).T
+        columns = [np.array(rows[:replicates], int) for rows in rows_of_cells]
+        return np.column_stack(np.broadcast_arrays(*columns))
 
     def _strata(self, target: Target, rows: np.ndarray, cell_weights: np.ndarray) -> list[Stratum]:
         """Split the score of each replicate into contributions of the items that all plans were
@@ -337,16 +317,13 @@ class Comparison:
 
         cells: one cell for each method; `cells[0]` is the best.
         """
-        rows = []
-        positions = []  # for each row, the position of its cell
-        for position, cell in enumerate(cells):
-            for row in self._scored_rows(target, cell).values():
-                rows.append(row)
-                positions.append(position)
+        rows_of_cells = [list(self._scored_rows(target, cell).values()) for cell in cells]
         # each plan is a replicate of its own
-        strata = self._strata(target, np.array(rows)[:, None], np.ones(1))
+        strata = self._strata(target, np.concatenate(rows_of_cells)[:, None], np.ones(1))
+        # for each plan, the position of its cell
+        positions = np.repeat(np.arange(len(cells)), list(map(len, rows_of_cells)))
         pairs = [self.difference(target, cells[0], other) for other in cells[1:]]
-        return uncertainty.leads_of_best(pairs, strata, np.array(positions))
+        return uncertainty.leads_of_best(pairs, strata, positions)
 
     def weights(self, target: Target) -> dict[str, float]:
         """Benchmark -> its weight in the mean that is the target's score."""
@@ -439,7 +416,7 @@ def _comparison(
         model=cells["model"].iloc[0],
         all_cells=cells,
         results=scores,
-        benchmarks_of=ranks.displayed_columns(order),
+        benchmarks_of=displayed_columns(order),
         quantities=quantities,
         outcomes=outcomes.matrices,
         standard_errors=errors,
@@ -466,7 +443,10 @@ def overall_columns(comparison: Comparison, cells: Sequence[int]) -> Target:
 
 def mean_quantities(comparisons: Iterable[Comparison]) -> dict[str, Quantity]:
     """Name of the mean over a model's displayed columns, such as Avg -> kind of its numbers."""
-    quantities = [comparison.quantity(comparison.all_average_columns) for comparison in comparisons]
+    quantities = [
+        comparison.quantity(comparison.average_columns(comparison.benchmarks_of))
+        for comparison in comparisons
+    ]
     return {quantity.mean_name: quantity for quantity in quantities}
 
 
@@ -489,3 +469,17 @@ def random_scores(
         if len(largest_sample) > 1 and np.ptp(largest_sample) > 0:
             scores[str(granularity), str(recovery)] = largest_sample
     return scores
+
+
+def displayed_columns(evaluated_benchmarks: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Displayed column -> the column's benchmarks that were run. Each benchmark that is in no
+    column of `names.COLUMNS` is a column of its own."""
+    columns = {
+        column: tuple(name for name in benchmarks if name in evaluated_benchmarks)
+        for column, benchmarks in names.COLUMNS.items()
+    }
+    other_benchmarks = set(evaluated_benchmarks).difference(*columns.values())
+    return {
+        **{column: benchmarks for column, benchmarks in columns.items() if benchmarks},
+        **{name: (name,) for name in evaluated_benchmarks if name in other_benchmarks},
+    }

@@ -15,17 +15,17 @@ from moe_lab.analysis.load.study import Study
 _OTHER_AXES = [axis for axis in AXES if axis != "calibration"]
 
 
-def study_of_column(study: Study, column: str, unit: str) -> Study:
-    """A copy of the study with the numbers in a column of `samples` in place of outcomes and
-    scores. They count as losses in `unit`. Items without a number in this column are left out."""
+def study_by_answer_loss(study: Study) -> Study:
+    """A copy of the study with the losses on right answers in place of outcomes and scores. Items
+    without an answer loss are left out."""
     # units NaN: all items have equal weights
-    samples = study.samples.dropna(subset=[column])
-    samples = samples.assign(outcome=samples[column], units=np.nan)
+    samples = study.samples.dropna(subset=["answer_loss"])
+    samples = samples.assign(outcome=samples["answer_loss"], units=np.nan)
     outcomes = samples.groupby(["cell", "benchmark"])["outcome"]
     summary = outcomes.agg(score="mean", stderr="sem", n="size").reset_index()
     results = study.results.drop(columns=["score", "stderr", "n"])
     results = results.merge(summary, on=["cell", "benchmark"])
-    results = results.assign(metric=column, scale="loss", unit=unit)
+    results = results.assign(metric="answer_loss", scale="loss", unit="bits per byte")
     return replace(study, results=results, samples=samples)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from moe_lab.analysis.load.passes import KEYS, PASS
 from moe_lab.analysis.load.reader import groups
 
 RATIOS = (0.25, 0.5)
@@ -17,29 +18,25 @@ DEGENERATE_VARIANT = (1, 0, 0)
 """The variant (b, alpha, beta) whose score N^-1 N is the same for every expert."""
 
 
-def _is_low(scores: pd.Series, group: list[str], ratio: float) -> pd.Series:
-    """Whether each expert is in the bottom set of its group. The bottom set of n experts is the
-    int(n x ratio) experts with the lowest scores. Of experts with equal scores, the first counts as
-    the lowest.
+def _overlaps(scores: pd.DataFrame, layer: list[str], ratio: float) -> pd.DataFrame:
+    """For each layer, `overlap`: share of a bottom set that is in the bottom sets of all columns,
+    and `chance`: expectation of this share if bottom sets were drawn at random. Both are NaN if the
+    bottom sets are empty.
 
-    group: levels of the index of `scores` in which experts of a group have equal values.
+    The bottom set of n experts is the int(n x ratio) experts with the lowest scores. Of experts
+    with equal scores, the first counts as the lowest.
+
+    scores: a row per expert, sorted by expert. layer: levels of the index that identify a layer.
     """
-    grouped_scores = scores.groupby(level=group)
-    sizes = (grouped_scores.transform("size") * ratio).astype(int)
-    return grouped_scores.rank(method="first") <= sizes
-
-
-def _shares(is_common: pd.Series, layer: list[str], ratio: float) -> pd.DataFrame:
-    """For each layer, `overlap`: share of a bottom set that is common, and `chance`: share of a
-    bottom set among the layer's experts. Both are NaN if the bottom sets are empty.
-
-    is_common: whether an expert is in all bottom sets of its layer that are compared.
-    layer: levels of the index of `is_common` that identify a layer.
-    """
+    by_layer = scores.groupby(level=layer)
+    sizes = (by_layer.transform("size") * ratio).astype(int)
+    is_common = by_layer.rank(method="first").le(sizes, axis=0).all(axis=1)
     common = is_common.groupby(level=layer).agg(["sum", "size"])
     size = (common["size"] * ratio).astype(int)
     size = size.where(size > 0)
-    return pd.DataFrame({"overlap": common["sum"] / size, "chance": size / common["size"]})
+    # a random bottom set has an expert with the probability size / experts
+    chance = (size / common["size"]) ** (scores.shape[1] - 1)
+    return pd.DataFrame({"overlap": common["sum"] / size, "chance": chance})
 
 
 def calibration_overlap(family: pd.DataFrame) -> pd.DataFrame:
@@ -55,20 +52,12 @@ def calibration_overlap(family: pd.DataFrame) -> pd.DataFrame:
     frames = []
     layer = [*VARIANT, "layer"]
     for key, group in groups(family, ["model"]):
-        calibrations = group["calibration"].nunique()
-        if calibrations < 2:
+        scores = group.pivot(index=[*layer, "expert"], columns="calibration", values="score")
+        if scores.shape[1] < 2:
             continue
-        # the first of experts with equal scores is the one with the lowest index
-        experts = group.sort_values("expert", kind="stable")
-        scores = experts.set_index([*layer, "calibration", "expert"])["score"]
-        means = {}
-        for ratio in RATIOS:
-            is_low = _is_low(scores, [*layer, "calibration"], ratio)
-            is_common = is_low.groupby(level=[*layer, "expert"]).all()
-            shares = _shares(is_common, layer, ratio)
-            # a random bottom set has an expert with the probability `chance` of one set
-            shares["chance"] **= calibrations - 1
-            means[ratio] = shares.groupby(level=VARIANT).mean()
+        means = {
+            ratio: _overlaps(scores, layer, ratio).groupby(level=VARIANT).mean() for ratio in RATIOS
+        }
         overlaps = pd.concat(means, names=["ratio"]).reset_index().assign(**key)
         frames.append(overlaps.sort_values([*VARIANT, "ratio"]))
     if not frames:
@@ -113,23 +102,18 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame) -> pd.DataFrame:
 
     family, damage: see `Study`.
     """
-    keys = ["model", "calibration", "layer", "expert"]
     proxy = family[(family["b"] == 0) & (family["alpha"] == 1) & (family["beta"] == 1)]
-    pairs = proxy[[*keys, "score"]].merge(
-        damage[[*keys, "score"]], on=keys, suffixes=("_proxy", "_exact")
-    )
+    pairs = proxy.merge(damage, on=KEYS, suffixes=("_proxy", "_exact"))
     rows = []
-    for key, group in groups(pairs, ["model", "calibration"]):
-        experts = group.sort_values("expert").set_index(["layer", "expert"])
+    for key, group in groups(pairs, PASS):
+        scores = group.set_index(["layer", "expert"])[["score_proxy", "score_exact"]].sort_index()
         for ratio in RATIOS:
-            is_low = [
-                _is_low(experts[column], ["layer"], ratio)
-                for column in ("score_proxy", "score_exact")
-            ]
-            shares = _shares(is_low[0] & is_low[1], ["layer"], ratio)
+            shares = _overlaps(scores, ["layer"], ratio)
             overlap, chance = shares.mean()
-            row = {"overlap": overlap, "lowest": shares["overlap"].min(), "chance": chance}
-            rows.append({**key, "ratio": ratio, **row})
+            lowest = shares["overlap"].min()
+            rows.append(
+                {**key, "ratio": ratio, "overlap": overlap, "lowest": lowest, "chance": chance}
+            )
     return pd.DataFrame(rows)
 
 

@@ -16,6 +16,8 @@ from moe_lab.result_files import Scale
 
 AVG = "Avg"
 """Name of a mean of scores."""
+PRINTED_DECIMALS = 3
+"""Number of decimals of published scores, to which scores are rounded before they are ranked."""
 
 
 @dataclass(frozen=True)

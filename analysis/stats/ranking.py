@@ -26,8 +26,7 @@ from moe_lab.analysis.stats.comparison import (
     overall_columns,
     random_scores,
 )
-from moe_lab.analysis.stats.quantity import Quantity
-from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
+from moe_lab.analysis.stats.quantity import PRINTED_DECIMALS, Quantity
 from moe_lab.analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.result_files import RANDOM
 
@@ -183,7 +182,7 @@ def _comparable_methods(rows: pd.DataFrame) -> list[int]:
 
 
 def _add_verdicts(
-    rows: pd.DataFrame, methods: Sequence[int], leads: Sequence[Estimate], quantity: Quantity
+    rows: pd.DataFrame, methods: list[int], leads: Sequence[Estimate], quantity: Quantity
 ) -> pd.DataFrame:
     """Add the columns `rank`, `verdict`, `behind`, `behind_low`, `behind_high`, `p` and `status`,
     see `Ranking.rows`.
@@ -193,39 +192,34 @@ def _add_verdicts(
       before conversion
     """
     printed_scores = rows["score"].round(PRINTED_DECIMALS)
-    verdicts = {}  # label of a row -> verdict
-    tests = {}  # label of a row -> values of the columns `behind` to `p`
+    verdict = pd.Series("", rows.index)
+    tests = pd.DataFrame(index=rows.index, columns=_TEST_COLUMNS, dtype=float)
     for method, lead in zip(methods[1:], leads, strict=True):
         # A gap is positive for a method that is worse than the best, even if less is better.
         gap_to_best = replace(
             lead, value=0.0 if abs(lead.value) < 1e-9 else quantity.sign * lead.value
         )
         best_score = quantity.to_computed(rows["score"][methods[0]])
-        tests[method] = [*quantity.displayed_estimate(best_score, gap_to_best), gap_to_best.p]
-        # set in the loop, because a method without others to compare it with gets no verdict
-        verdicts[methods[0]] = BEST
-        verdicts[method] = _verdict(
-            gap_to_best, printed_scores[method] == printed_scores[methods[0]]
+        displayed_gap = quantity.displayed_estimate(best_score, gap_to_best)
+        tests.loc[method] = [*displayed_gap, gap_to_best.p]
+    if leads:  # a method without others to compare it with gets no verdict
+        is_best = printed_scores[methods] == printed_scores[methods[0]]
+        p = tests["p"][methods]
+        verdict[methods] = np.select(
+            [is_best, p.isna(), p < LEVEL], [BEST, UNTESTED, SEPARATED], TIED
         )
-    test_columns = ["behind", "behind_low", "behind_high", "p"]
-    verdict = pd.Series([verdicts.get(label, "") for label in rows.index], rows.index)
     stated_verdict = verdict.mask(rows["chance"].isin((WITHIN_CHANCE, BELOW_CHANCE)), "")
     status = pd.Series(map(names.comma_joined, rows["chance"], stated_verdict), rows.index)
     return rows.assign(
         rank=(-quantity.sign * printed_scores).rank(method="min"),
         verdict=verdict,
-        **pd.DataFrame.from_dict(tests, "index", float, test_columns).reindex(rows.index),
+        **tests,
         status=status.mask(rows["criterion"].isin(RANDOM), "random plans"),
     )
 
 
-def _verdict(gap_to_best: Estimate, is_printed_equal: bool) -> str:
-    """Verdict on a method: BEST, UNTESTED, SEPARATED or TIED."""
-    if is_printed_equal:
-        return BEST
-    if np.isnan(gap_to_best.p):
-        return UNTESTED
-    return SEPARATED if gap_to_best.p < LEVEL else TIED
+_TEST_COLUMNS = ["behind", "behind_low", "behind_high", "p"]
+"""Columns of `Ranking.rows` with the comparison of a method with the best one."""
 
 
 def _chance(group: _Group, groups: Sequence[_Group]) -> dict[Kind, Chance]:
@@ -253,16 +247,15 @@ def _add_chance(
     kinds = zip(rows["granularity"], rows["recovery"], strict=True)
     limits_of_rows = [limits.get(kind, (np.nan, np.nan)) for kind in kinds]
     low, high = quantity.to_displayed(np.transpose(limits_of_rows))
-    better = np.where(rows["score"] > high, 1, np.where(rows["score"] < low, -1, 0))
-    status = pd.Series(quantity.sign * better, rows.index).map(
-        {1: ABOVE_CHANCE, 0: WITHIN_CHANCE, -1: BELOW_CHANCE}
+    score = rows["score"]
+    is_unknown = np.isnan(low) | score.isna() | rows["criterion"].isin(RANDOM)
+    is_better, is_worse = score > high, score < low
+    if quantity.lower_is_better:
+        is_better, is_worse = is_worse, is_better
+    chance_texts = np.select(
+        [is_unknown, is_better, is_worse], ["", ABOVE_CHANCE, BELOW_CHANCE], WITHIN_CHANCE
     )
-    is_unknown = np.isnan(low) | rows["score"].isna() | rows["criterion"].isin(RANDOM)
-    return rows.assign(
-        chance=status.mask(is_unknown, ""),
-        chance_low=low,
-        chance_high=high,
-    )
+    return rows.assign(chance=chance_texts, chance_low=low, chance_high=high)
 
 
 def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:

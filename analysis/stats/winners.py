@@ -19,7 +19,7 @@ from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import groups
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.comparison import Comparison, Panel
-from moe_lab.analysis.stats.ranks import PRINTED_DECIMALS
+from moe_lab.analysis.stats.quantity import PRINTED_DECIMALS
 from moe_lab.analysis.stats.uncertainty import LEVEL
 from moe_lab.result_files import RANDOM
 
@@ -141,6 +141,3 @@ def label(winners: Sequence[str], score: float) -> str:
     if len(winners) > 2:
         return f"{len(winners)} tied"
     return " = ".join(names.method(name) for name in winners)
-
-
-CAPTION = "Loss on right answers, in bits per byte of the answer: lower is better."

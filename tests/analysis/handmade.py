@@ -14,8 +14,7 @@ from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.published.numbers import PublishedNumber, numbers, split
 from moe_lab.analysis.registry import Results
 from moe_lab.analysis.render.table import Table
-from moe_lab.analysis.stats import ranks
-from moe_lab.analysis.stats.comparison import Comparison
+from moe_lab.analysis.stats.comparison import Comparison, displayed_columns
 from moe_lab.result_files import OWN
 
 UNPRUNED = {
@@ -80,7 +79,7 @@ def comparison_of(axes: list[dict[str, Any]], outcomes: dict[str, list[Any]]) ->
         "m",
         cells,
         benchmarks,
-        ranks.displayed_columns(list(outcomes)),
+        displayed_columns(list(outcomes)),
         {},
         matrices,
         benchmarks * 0,
@@ -98,15 +97,14 @@ class HandmadeStudy(SimpleNamespace):
 def study_of(comparison: Comparison, costs: list[dict[str, float]] | None = None) -> Any:
     """A study with the parts that tables read; `costs` has one row per cell."""
     outcomes = comparison.outcomes
-    items = [
-        outcomes[name].shape[1] if name in outcomes else 1 for name in comparison.benchmark_scores
-    ]
-    results = pd.DataFrame({"n": items, "benchmark": comparison.benchmark_scores.columns, **SCORES})
+    benchmarks = comparison.results.columns
+    items = [outcomes[name].shape[1] if name in outcomes else 1 for name in benchmarks]
+    results = pd.DataFrame({"n": items, "benchmark": benchmarks, **SCORES})
     return HandmadeStudy(
         cells=comparison.all_cells,
         results=results.assign(cell=comparison.cells.index[0]),
         calibrations={},
-        origins=pd.DataFrame({"versions": []}),
+        origins=pd.DataFrame(columns=["folder", "protocol"]),
         costs=pd.DataFrame(costs, columns=COSTS).rename_axis("cell"),
         searches=pd.DataFrame({"samples": [1]}, [0]),
         family=pd.DataFrame(),

@@ -14,7 +14,6 @@ from synthetic_sums import UNUSED_EXPERT, ablations, add_statistics, scores, sum
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.outputs import (
     attributions,
-    criteria,
     layers,
     score_rows,
 )
@@ -205,12 +204,3 @@ def test_damaged_sums_are_a_gap(tmp_path: Path) -> None:
     study = load(store, "made_up")
     assert study.experts.empty
     assert [gap.reason for gap in study.gaps] == ["experts.parquet is damaged"]
-
-
-def test_statistics_of_criteria_depend_on_their_settings() -> None:
-    def reads(criterion: str) -> set[str]:
-        return {signal for signal, is_used in criteria.signals(criterion).items() if is_used}
-
-    assert reads("ean") == {"Text", "Activations"}
-    assert reads("s_family(alpha=0,b=0,beta=2)") == {"Text", "Activations"}
-    assert reads("random") == set()

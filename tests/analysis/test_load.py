@@ -56,7 +56,7 @@ def change_result(store: Path, cell: int, task: str, **values: object) -> None:
 
 def score(study: Study, cell: int, benchmark: str) -> float:
     [comparison] = Results(study).measured
-    return float(comparison.benchmark_scores.loc[cell, benchmark])
+    return float(comparison.score((benchmark,))[cell])
 
 
 def test_complete_store_has_every_cell_result_and_sample(results: Results) -> None:
@@ -318,7 +318,7 @@ def test_inconsistent_scores_have_intervals_of_their_error(store: Path, scale: s
             store, cell, "gsm8k", score=10.0 + cell, stderr=0.5, scale=scale, unit="nats per token"
         )
     [comparison] = Results(load(store, "made_up")).measured
-    assert "gsm8k" in comparison.lower_is_better
+    assert comparison.quantity(("gsm8k",)).lower_is_better
     score, low, high = comparison.displayed_scores(("gsm8k",)).loc[3]
     ratio = math.exp(0.98 / 13)
     ends = (13 - 0.98, 13 + 0.98) if scale == "loss" else (13 / ratio, 13 * ratio)

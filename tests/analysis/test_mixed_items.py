@@ -62,7 +62,7 @@ def study_of(
         models={},
         document={},
         reader=Reader(Path("store")),
-        origins=pd.DataFrame(columns=["folder", "commit", "versions"]),
+        origins=pd.DataFrame(columns=["folder", "commit"]),
         family=pd.DataFrame(),
         damage=pd.DataFrame(),
         coverage=pd.DataFrame(),

@@ -38,8 +38,7 @@ from moe_lab.analysis.published.numbers import (
 )
 from moe_lab.analysis.registry import outputs
 from moe_lab.analysis.stats.cell_scores import MEAN, column_targets, scores
-from moe_lab.analysis.stats.comparison import Comparison
-from moe_lab.analysis.stats.ranks import displayed_columns
+from moe_lab.analysis.stats.comparison import Comparison, displayed_columns
 from moe_lab.paths import conf
 
 ROOT = Path(__file__).parents[2]

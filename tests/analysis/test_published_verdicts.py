@@ -27,7 +27,7 @@ from moe_lab.analysis.published.numbers import (
     numbers,
     split,
 )
-from moe_lab.analysis.report import published_chapter
+from moe_lab.analysis.report import published_tables
 from moe_lab.analysis.stats.comparison import Comparison
 
 MODEL = "olmoe_1b_7b"
@@ -88,14 +88,14 @@ def study_of(
         folder=results["benchmark"], expected=results["n"], scale="score", unit=""
     )
     study.calibrations = {(model, "c4"): {"rows": 128, "length": 4096}}
-    study.searches = pd.DataFrame(columns=["generations"])
+    study.searches = pd.DataFrame()
     settings = {"shots": 0, "max_new_tokens": 2048}
     protocols = {
         name: {"harness": HARNESSES.get(name, "evalplus"), "chat": name != "openbookqa", **settings}
         for name in RUN
     }
     study.protocols = protocols
-    study.reader = SimpleNamespace(folder=str, json=lambda name, _: {"protocol": protocols[name]})
+    study.origins = pd.DataFrame({"folder": protocols.keys(), "protocol": protocols.values()})
     return study, comparison
 
 
@@ -136,11 +136,11 @@ def test_columns_are_compared_as_the_papers_average_them() -> None:
 
 def test_the_page_has_the_tables_in_which_a_number_can_be_compared() -> None:
     study, comparison = study_of()
-    chapter = published_chapter(handmade.results_of(study, [comparison]))
-    assert "unified.table5.published" in {table.name for table in chapter.items}
+    tables = published_tables(handmade.results_of(study, [comparison]))
+    assert "unified.table5.published" in {table.name for table in tables}
     study, comparison = study_of(("man",), model="pocket_olmoe")
     comparison.all_cells["model"] = "pocket_olmoe"
-    assert published_chapter(handmade.results_of(study, [comparison])) is None
+    assert not published_tables(handmade.results_of(study, [comparison]))
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,7 @@ def test_searches_are_compared_by_their_set_and_generations() -> None:
     }
     study, comparison = study_of(("reap",), **axes)
     study.calibrations[(MODEL, "evol_codealpaca")] = {"rows": 1024, "length": 4096}
-    study.searches = pd.DataFrame({"generations": [30]}, index=[1])
-    study.cells["plan_folder"] = "plan"
-    documents = {"plan": {"provenance": {"search": "evol_search"}}}
-    study.reader.json = lambda name, _: documents.get(name, {"protocol": study.protocols.get(name)})
+    study.searches = pd.DataFrame({"search_set": "evol_search", "generations": [30]}, index=[1])
     table = verdicts(study, comparison, "evoesap.table8")
     reasons = set(
         table.loc[(table["Criterion"] == "REAP") & (table["Benchmark"] == "HumanEval"), "Verdict"]

@@ -7,22 +7,22 @@ from scipy.stats import binomtest, studentized_range
 from statsmodels.stats.multitest import multipletests
 
 from moe_lab.analysis import names
-from moe_lab.analysis.stats import ranks, uncertainty
+from moe_lab.analysis.stats import cell_scores, comparison, uncertainty
 
 SIX = ("humaneval", "gsm8k", "math500", "livecodebench", "wildbench", "mmlu")
 
 
 def test_ties_share_ranks_and_gaps_have_none() -> None:
     columns = pd.DataFrame({"a": [0.50004, 0.5, 0.1], "b": [0.3, 0.2, 0.1]})
-    assert ranks.column_ranks(columns)["a"].tolist() == [1.5, 1.5, 3.0]
-    assert ranks.average_rank(columns).tolist() == [1.25, 1.75, 3.0]
+    assert cell_scores.column_ranks(columns)["a"].tolist() == [1.5, 1.5, 3.0]
+    assert cell_scores.average_rank(columns).tolist() == [1.25, 1.75, 3.0]
     columns = pd.DataFrame({"Eval+": [np.nan, 0.5], "GSM8K": [0.9, 0.1]})
-    assert ranks.average_rank(columns).isna().tolist() == [True, False]
-    assert ranks.column_ranks(columns)["GSM8K"].tolist() == [1.0, 2.0]
+    assert cell_scores.average_rank(columns).isna().tolist() == [True, False]
+    assert cell_scores.column_ranks(columns)["GSM8K"].tolist() == [1.0, 2.0]
 
 
 def test_unknown_benchmarks_are_columns() -> None:
-    columns = ranks.displayed_columns(["arc_easy", "perplexity"])
+    columns = comparison.displayed_columns(["arc_easy", "perplexity"])
     assert columns == {"MC Avg": ("arc_easy",), "perplexity": ("perplexity",)}
 
 

@@ -243,7 +243,7 @@ def test_failed_outputs_are_gaps_with_a_log_until_they_are_mended(
     with monkeypatch.context() as broken:
         broken.setitem(REGISTERED, "ranks", replace(find("ranks"), make=_raises))
         broken.setitem(REGISTERED, "pareto", replace(find("pareto"), make=lambda *_: [unwritable]))
-        broken.setattr(report, "published_chapter", _raises)
+        broken.setattr(report, "published_tables", _raises)
         assert main(arguments) == 1
     errors = capsys.readouterr().err
     for name, reason in FAILURES.items():

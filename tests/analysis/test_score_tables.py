@@ -447,7 +447,7 @@ def test_benchmarks_are_read_from_the_plan_of_their_domain(tmp_path: Path) -> No
         for cell, plan in zip(cells.index, cells.itertuples(), strict=True)
     }
     scores = {
-        benchmark: comparison.benchmark_scores[benchmark][cell_of_plan["coverage", calibration]]
+        benchmark: comparison.score((benchmark,))[cell_of_plan["coverage", calibration]]
         for benchmark, calibration in sets.items()
     }
     table = table_named("coverage.table6", results).frame
