@@ -152,7 +152,8 @@ def fits(document: Any, shape: Any) -> bool:
 
 
 class ResultCache:
-    """Cache of the results of batches. Each result is appended to a file as soon as it is computed.
+    """Cache of the results of batches. Each result is appended to a file as soon as it is computed,
+    as a line that is a sealed document: the hash of the batch, and the result.
 
     If a process is killed, the next process reads the results from the file. The division into
     batches does not depend on the file, so results have the same bits whether a process was killed
@@ -164,12 +165,10 @@ class ResultCache:
         self._results: dict[str, list[Any]] = {}
         if file is None or not file.exists():
             return
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            # a killed process may have left an incomplete line
-            with suppress(ValueError):
-                key, result, digest = json.loads(line)
-                if digest == _line_digest(key, result):
-                    self._results[key] = result
+        for line in file.read_bytes().splitlines():
+            with suppress(Damaged):  # a killed process may have left an incomplete line
+                document = parse_sealed(line, str(file))
+                self._results[document["batch"]] = document["result"]
 
     def result(self, batch: Any, compute: Callable[[], list[Any]]) -> list[Any]:
         """The result of `batch`, from the cache or else from `compute`. The batch and the result
@@ -179,13 +178,8 @@ class ResultCache:
             self._results[key] = compute()
             if self.file:
                 self.file.parent.mkdir(parents=True, exist_ok=True)
+                line = sealed(json.dumps({"batch": key, "result": self._results[key]}))
                 # the first newline ends the last line, in case that line is incomplete
                 with self.file.open("a", encoding="utf-8") as lines:
-                    result = self._results[key]
-                    lines.write(f"\n{json.dumps([key, result, _line_digest(key, result)])}\n")
+                    lines.write(f"\n{line}\n")
         return self._results[key]
-
-
-def _line_digest(key: str, result: Any) -> str:
-    """The third item of a line in the file of a cache: the sha256 of the first two items."""
-    return sha256(json.dumps([key, result]).encode()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, NotRequired, TypedDict, get_args
+from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 from moe_lab.json_files import Document, canonical, read_sealed
 
@@ -18,7 +18,6 @@ RANDOM = ("random", "channel_random")
 Scale = Literal["score", "loss", "perplexity"]
 """Meaning of a number. score: higher is better. loss: a mean loss, lower is better. perplexity: the
 exponential of a mean loss, lower is better."""
-SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
 class Result(TypedDict):
