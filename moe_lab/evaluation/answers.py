@@ -101,14 +101,8 @@ def collect_answers(
         key=lambda prompt: (-len(prompt.tokens), prompt.tokens, repr(prompt)),
     )
     texts = _results(GeneratedText, engine.generate, prompts, batch_size, engine.batches, cache)
-    # an engine may score the right answer while it generates a text
-    likelihoods = {
-        prompt.answer: text.likelihood
-        for prompt, text in texts.items()
-        if prompt.answer and text.likelihood
-    }
-    rows = {*chain.from_iterable(query.rows for query in queries)} - likelihoods.keys()
-    likelihoods |= _results(
+    rows = {*chain.from_iterable(query.rows for query in queries)}
+    likelihoods = _results(
         Likelihood, engine.score, _sorted_by_question(rows), batch_size, BATCHES_PER_CALL, cache
     )
     return [list(asked.answers(texts, likelihoods)) for asked in questions]
@@ -333,8 +327,8 @@ class _Questions:
                         replace(prompt, seed=self._text_seed(f"{item.name} {number}", sample))
                         for sample in range(self.sampling.samples)
                     ]
-                else:  # the likelihood of a right answer is computed with a greedy text
-                    query.prompts = [replace(prompt, answer=next(iter(query.rows), None))]
+                else:
+                    query.prompts = [prompt]
         if any(query.prompts for query in self.queries):
             long_prompts = [entry for entry in long_prompts if not entry[1].skip_long]
         if self.max_length is not None and long_prompts:
@@ -446,9 +440,8 @@ def _results(
     def compute_json(call: Sequence[_T]) -> Any:
         call_results = compute(call, batch_size)
         for result in call_results:
-            likelihood = result if isinstance(result, Likelihood) else result.likelihood
-            if likelihood:
-                check_finite(likelihood.nats + likelihood.divergence, "log-likelihood")
+            if isinstance(result, Likelihood):
+                check_finite(result.nats + result.divergence, "log-likelihood")
         return adapter.dump_python(call_results)
 
     results: dict[_T, _Result] = {}

@@ -88,9 +88,6 @@ class Prompt:
     text: str
     tokens: Tokens
     generation: GenerationSettings
-    answer: Row | None = None
-    """A right answer after the prompt. An engine may compute the answer's likelihood in the pass
-    that generates the text."""
     seed: int = 0
     """Seed of the random numbers of the text, if it is sampled."""
 
@@ -103,8 +100,6 @@ class GeneratedText:
     """The text without an end token, and without special tokens but `GenerationSettings.marks`."""
     ended: str = "end"
     """Why the text ended: end (an end token or a stop text) or limit (`max_tokens` tokens)."""
-    likelihood: Likelihood | None = None
-    """The likelihood of the prompt's answer, if it was computed."""
 
 
 class Engine(ABC):
