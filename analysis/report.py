@@ -19,7 +19,7 @@ from moe_lab.analysis.load.settings import removed_noun
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.names import capitalised, count
 from moe_lab.analysis.outputs.captions import pass_setup, run_setup, score_setup
-from moe_lab.analysis.published.numbers import TABLES, published_name, summary
+from moe_lab.analysis.published.numbers import TABLES, numbers, summary
 from moe_lab.analysis.registry import Item, Results, find, outputs
 from moe_lab.analysis.render import charts, page, table, vega
 from moe_lab.analysis.render.charts import MENUS, Figure
@@ -235,10 +235,9 @@ CHAPTERS = {
 
 
 def published_tables(results: Results) -> list[Table]:
-    """The tables that compare the study with the papers. None if all models stand in for
-    published ones, because then no number can be compared."""
-    models = results.study.cells["model"].unique()
-    if all(published_name("model", model) != model for model in models):
+    """The tables that compare the study with the papers; [] if the papers print nothing of its
+    models, because the number of a model that stands in for another cannot be compared."""
+    if {number.key[0] for number in numbers()}.isdisjoint(results.study.cells["model"]):
         return []
     items = [item for name in TABLES for item in find(f"{name}.published").items(results)]
     return [item for item in items if isinstance(item, Table)]

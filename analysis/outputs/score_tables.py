@@ -50,6 +50,7 @@ PUBLISHED_BLOCKS = "coverage aligned 128"
 differences."""
 PRIOR_LABELS = {
     "ala1": "Attribution, first order",
+    "moe_slimming.moving_average": "Attribution, first order, moving average",
     "ala2": "Attribution, second order",
     "true_ablation": "Layer loss without the expert",
     "loss": "Model loss without the expert",

@@ -173,6 +173,7 @@ class Comparison:
         """Score of each cell: the mean of `plan_scores` over the cell's plans with a score."""
         return self._seed_means(self.plan_scores(target).to_frame("score"))["score"]
 
+    @_cached_by_target
     def displayed_scores(self, target: Target) -> pd.DataFrame:
         """Columns `score`, `low` and `high` (ends of the interval) of every cell, as tables and
         figures show them: with perplexities in place of their logarithms."""
