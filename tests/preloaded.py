@@ -47,6 +47,9 @@ LIBRARIES = (
     "transformers.masking_utils",
     "transformers.models.auto.modeling_auto",
     "transformers.models.olmoe.modeling_olmoe",
+    "transformers.models.deepseek_v2.modeling_deepseek_v2",
+    "torch.utils.flop_counter",
+    "pydantic.dataclasses",
     "datasets",
     "lm_eval.evaluator",
     "lm_eval.models.huggingface",
@@ -74,7 +77,8 @@ for stream in (0, 1, 2):
 process = int.from_bytes(server.recv(4), "big")
 forwarded = (signal.SIGINT, signal.SIGTERM, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
 for number in forwarded:
-    signal.signal(number, lambda number, _: os.kill(process, number))
+    if signal.getsignal(number) is not signal.SIG_IGN:
+        signal.signal(number, lambda number, _: os.kill(process, number))
 status = int.from_bytes(server.recv(4) or b"\\x09", "big")
 if os.WIFSIGNALED(status):
     if os.WTERMSIG(status) in forwarded:
@@ -82,8 +86,8 @@ if os.WIFSIGNALED(status):
     os.kill(os.getpid(), os.WTERMSIG(status))
 os._exit(os.WEXITSTATUS(status))
 """
-"""Program of the client: requests a process from the server, forwards signals to the process, and
-ends with its status."""
+"""Program of the client: requests a process from the server, forwards signals to the process unless
+it ignores them, and ends with its status."""
 
 
 _START_LOCK = threading.Lock()

@@ -62,8 +62,7 @@ def run_on_boolq(store: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 def study_output(store: Path, *arguments: str) -> str:
     """The output of a command of `moe-lab`, which must succeed."""
-    command_line = [sys.executable, "-m", "moe_lab", *arguments, f"store={store}"]
-    result = subprocess.run(command_line, capture_output=True, text=True)
+    result = preloaded.run(Path.cwd(), "moe_lab", *arguments, f"store={store}")
     assert result.returncode == 0, result.stderr
     return result.stdout
 

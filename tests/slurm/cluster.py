@@ -12,12 +12,12 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import preloaded
 from processes import wait_until
 from studies import jobs
 
@@ -196,14 +196,15 @@ class InstantStudies:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command that submits jobs."""
-        return self.start_command(*INSTANT_SETTINGS, "launcher=slurm", *arguments)
+        launcher = ["launcher=slurm", f"launcher.python={preloaded.python()}"]
+        return self.start_command(*INSTANT_SETTINGS, *launcher, *arguments)
 
     def start_command(self, *arguments: str) -> subprocess.Popen[str]:
         """Start any command, on the store of these studies unless the arguments name one."""
         names_store = any(argument.startswith("store=") for argument in arguments)
         store = [] if names_store else [f"store={self.store}"]
         return subprocess.Popen(
-            [sys.executable, "-m", "moe_lab", *arguments, *store],
+            [preloaded.python(), "-m", "moe_lab", *arguments, *store],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

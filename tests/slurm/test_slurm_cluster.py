@@ -48,6 +48,13 @@ DRAWN = ["criterion=random", "suite.benchmarks=[]"]
 """A plan, and nothing else."""
 
 
+def submit(store: Path, *settings: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end that submits jobs of a Python that has already imported the large
+    libraries. Options: those of `moe_lab`."""
+    python = f"launcher.python={preloaded.python()}"
+    return moe_lab(store, *settings, *SLURM, python, **options)
+
+
 def inline(_: Cluster, store: Path) -> Path:
     """A store with the results of one process."""
     for arguments in (AGNOSTIC, PASS):
@@ -58,7 +65,7 @@ def inline(_: Cluster, store: Path) -> Path:
 
 def agnostic(cluster: Cluster, store: Path) -> Path:
     """A store in which jobs did all of the main experiment."""
-    result = moe_lab(store, *AGNOSTIC, *SLURM, f"launcher.python={preloaded.python()}")
+    result = submit(store, *AGNOSTIC)
     assert result.returncode == 0 and "record" in jobs(result.stdout), result.stderr
     assert not list(store.glob("evaluate/*/step.json")), (
         "the command returns when jobs are submitted"
@@ -84,7 +91,7 @@ def secretive(_: Cluster, store: Path) -> None:
         "report=true",
         "wait=true",
     ]
-    result = moe_lab(store, *settings, *SLURM, environment={**os.environ, **PLANTED})
+    result = submit(store, *settings, environment={**os.environ, **PLANTED})
     assert result.returncode == 0 and "record" in jobs(result.stdout), result.stderr
     [run] = runs(Store(store), "study")
     assert leaks(store, result) == leaks(run.logs, result) == []
@@ -241,8 +248,7 @@ PASS_IN_PARTS = [*PASS, "calibration.parts=3"]
 def parts_store(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in which jobs did a pass in parts."""
     store = tmp_path_factory.mktemp("parts") / "store"
-    python = f"launcher.python={preloaded.python()}"
-    result = moe_lab(store, *PASS_IN_PARTS, *SLURM, python, "wait=true")
+    result = submit(store, *PASS_IN_PARTS, "wait=true")
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if " statistics: " in line]
     assert [line.split(": ")[1] for line in lines] == ["3 job(s), 3 step(s)", "1 job(s), 1 step(s)"]
@@ -279,7 +285,7 @@ def test_a_pass_is_saved_when_its_job_is_requeued(cluster: Cluster, tmp_path: Pa
     text = tmp_path / "text.txt"
     store = tmp_path / "store"
     text.write_text("Anna has a dog. The dog sleeps in the barn at night.\n\n" * 40_000)
-    result = moe_lab(
+    result = submit(
         store,
         "criterion=man",
         "suite.benchmarks=[]",
@@ -287,7 +293,6 @@ def test_a_pass_is_saved_when_its_job_is_requeued(cluster: Cluster, tmp_path: Pa
         f"calibration.path={text}",
         "calibration.tokens=262144",
         "calibration.batch_tokens=1",
-        *SLURM,
     )
     wait_until(
         lambda: list(store.glob("partial/*/progress.json")), JOB_SECONDS, "the pass does not begin"
@@ -320,7 +325,7 @@ def test_why_shows_errors_of_a_job_that_dies_before_python(
 ) -> None:
     """It shows the last lines of the job's stderr, here of a line of `setup`."""
     setup = "resources.every.setup=['echo no such module >&2', 'false']"
-    result = moe_lab(tmp_path / "store", *DRAWN, "study=dead", setup, *SLURM)
+    result = submit(tmp_path / "store", *DRAWN, "study=dead", setup)
     assert result.returncode == 0, result.stderr
     cluster.wait_for_the_end(tmp_path / "store")
     why = study_output(tmp_path / "store", "why", "dead")
