@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -100,9 +101,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In quick runs, a connection to a network address is an error."""
+    """In quick runs, a connection to a network address is an error. Otherwise the workers of xdist
+    share a preloaded Python."""
     if config.option.markexpr == "quick":
         sys.addaudithook(_refuse_network)
+    elif config.getoption("numprocesses", None):  # None in a worker
+        os.environ[preloaded.SHARED] = str(preloaded.python())
 
 
 def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
