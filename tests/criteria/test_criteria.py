@@ -704,6 +704,14 @@ def test_scores_of_other_tools(
     assert numpy.array_equal(channels[2], numpy.outer(SCORES[2], [1, 2]))
 
 
+def test_scores_of_channels_in_a_table(tmp_path: Path) -> None:
+    rows = numpy.argwhere(numpy.ones((3, 4, 2)))
+    frame = pd.DataFrame(rows, columns=["layer", "expert", "channel"]).assign(score=range(24))
+    frame.query("layer != 1").to_csv(tmp_path / "scores.csv", index=False)
+    channels = scores_in(tmp_path, name="file_channels")
+    assert channels[2].tolist() == [[16, 17], [18, 19], [20, 21], [22, 23]]
+
+
 def test_experts_without_a_count_have_no_tokens(tmp_path: Path) -> None:
     (tmp_path / "scores.csv").write_text("layer_id,expert_id,count\n0,3,5\n2,0,1\n2,1,2\n")
     assert scores_in(tmp_path)[0].tolist() == [0, 0, 0, 5]

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.slow
 
 def cells(store: Path, *settings: str) -> list[dict[str, Any]]:
     """The pruned cells of a study that must succeed."""
-    result = run_on_boolq(store, *settings)
+    result = run_on_boolq(store, "suite.limit=2", *settings)
     assert result.returncode == 0, result.stderr
     record = read_record(store, "study") or {}
     return [cell for cell in record["cells"] if cell["plan"]]
@@ -169,28 +169,23 @@ def test_a_searched_plan_has_its_history_and_can_be_listed(store: Path) -> None:
     assert plan_of(store, listed) == plan
 
 
-@pytest.mark.parametrize("criterion", ["file", "file_channels"])
-def test_scores_in_a_file_reach_the_report_under_its_name(
-    criterion: str, store: Path, tmp_path: Path
-) -> None:
-    sizes = (4, 32, 64) if criterion == "file_channels" else (4, 32)
-    scores = numpy.random.default_rng(0).random(sizes)
-    columns = ["layer", "expert", "channel"][: len(sizes)]
-    indices = numpy.indices(sizes).reshape(len(sizes), -1)
-    frame = pd.DataFrame({**dict(zip(columns, indices, strict=True)), "score": scores.ravel()})
+def test_scores_in_a_file_reach_the_report_under_its_name(store: Path, tmp_path: Path) -> None:
+    """Scores of channels in a file: test_criteria.py."""
+    scores = numpy.random.default_rng(0).random((4, 32))
+    layers, experts = numpy.indices(scores.shape).reshape(2, -1)
+    frame = pd.DataFrame({"layer": layers, "expert": experts, "score": scores.ravel()})
     frame.to_csv(tmp_path / "my (1).csv", index=False)
-    settings = [f"criterion={criterion}", "ratio=0.5", "suite.limit=2"]
     path = f"criterion.parameters.path='{tmp_path}/my (1).csv'"
-    (cell,) = cells(store, *settings, path)
-    best = numpy.sort(scores[0].argsort(0)[16:])
-    if criterion == "file":
-        assert plan_of(store, cell).layers[0].retained == (*best,)
+    settings = ["criterion=file", path, "ratio=0.5"]
+    (cell,) = cells(store, *settings)
+    best = numpy.sort(scores[0].argsort()[16:])
+    assert plan_of(store, cell).layers[0].retained == (*best,)
     assert main(["report", f"store={store}", "study=study", f"out={tmp_path}/report"]) == 0
     page = (tmp_path / "report" / "report.html").read_text()
-    assert f"{criterion}({tmp_path.name}/my (1).csv)" in page
+    assert f"file({tmp_path.name}/my (1).csv)" in page
 
     frame.query("layer > 0").to_csv(tmp_path / "my (1).csv", index=False)
-    result = run_on_boolq(store, *settings, path, "dry_run=true")
+    result = run_on_boolq(store, *settings, "dry_run=true")
     assert result.returncode == 2 and "layers 1, 2, 3, expected [0, 1, 2, 3]" in result.stderr
 
 
@@ -199,13 +194,15 @@ def test_experts_that_other_tools_retain_are_a_plan(store: Path, tmp_path: Path)
     retained = {layer: [5, 9, 30, 2, *range(10, 10 + layer)] for layer in range(12, 16)}
     file = tmp_path / "keep.jsonl"
     settings = ["criterion=random", "allocation=list", f"allocation.path={file}", "ratio=0.453"]
-    for first_layer, code in ((1, 2), (0, 0)):
-        lines = [
-            json.dumps({number: ids}) for number, ids in enumerate(retained.values(), first_layer)
-        ]
-        file.write_text("\n".join(lines))
-        assert run_on_boolq(store, *settings, "dry_run=true").returncode == code
-    (cell,) = cells(store, *settings, "suite.limit=2")
+
+    def write(first_layer: int) -> None:
+        numbered = enumerate(retained.values(), first_layer)
+        file.write_text("\n".join(json.dumps({number: ids}) for number, ids in numbered))
+
+    write(first_layer=1)
+    assert run_on_boolq(store, *settings, "dry_run=true").returncode == 2
+    write(first_layer=0)
+    (cell,) = cells(store, *settings)
     plan = plan_of(store, cell)
     assert list(plan.retained.values()) == [tuple(sorted(ids)) for ids in retained.values()]
     assert plan.provenance["model_sha256"]
