@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import preloaded
 import pytest
 from processes import children_seconds, time_limit
 from studies import command, jobs
@@ -72,13 +73,17 @@ def calls(folder: Path, name: str) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def submit(folder: Path, environment: Mapping[str, str], *settings: str) -> Result:
-    """The result of a command that submits a study of the store in `folder`."""
-    python, _, _, *arguments = command(
+def submit(
+    folder: Path, environment: Mapping[str, str], *settings: str, python: str = ""
+) -> Result:
+    """The result of a command that submits a study of the store in `folder`, by default in a Python
+    that has already imported the large libraries."""
+    _, _, _, *arguments = command(
         folder / "store", "suite.benchmarks=[pocket_boolq]", "launcher=slurm", *settings
     )
+    (folder / "without_pauses.py").write_text(WITHOUT_PAUSES)
     return subprocess.run(
-        [python, "-c", WITHOUT_PAUSES, *arguments],
+        [python or preloaded.python(), "-m", "without_pauses", *arguments],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -101,7 +106,7 @@ def test_a_thousand_cells_are_submitted_in_few_calls(
     ratios = ",".join(f"{number / 250:.3f}" for number in range(1, 201))
     grid = ["criterion=man,reap,frequency,magnitude,random", f"ratio={ratios}"]
     with time_limit(SECONDS, children_seconds):
-        result = submit(tmp_path, fake_slurm, *grid)
+        result = submit(tmp_path, fake_slurm, *grid, python=sys.executable)
     assert result.returncode == 0, result.stderr
     assert "1001 cells" in result.stderr
     assert len(calls(tmp_path, "sbatch")) == len(jobs(result.stdout)) <= CALLS
