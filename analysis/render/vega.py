@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from moe_lab.json_files import write_text
@@ -17,7 +18,7 @@ def library() -> str:
     the user's cache, because putting it together takes more than a second."""
     import vl_convert
 
-    file = cache_folder("vega") / f"{vl_convert.__version__}.js"
+    file = cache_folder("vega") / f"{version('vl-convert-python')}.js"
     with suppress(OSError):
         return file.read_text("utf-8")
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
