@@ -31,6 +31,7 @@ from moe_lab.study.steps.evaluation import (
     Evaluate,
     Grading,
     Items,
+    SharedInputs,
     evaluation_tasks,
 )
 from moe_lab.study.steps.files import Files
@@ -174,4 +175,5 @@ def evaluation_step(
     grading = Grading(IdentifiedBenchmark.of(benchmark), Policy())
     backend = changes.pop("backend", BackendConfig())
     items = {f"items of {benchmark.name}": Items.of(benchmark)}
-    return Evaluate(backend, pruned, None, None, items, grading, **{"reference": None, **changes})
+    shared = SharedInputs(backend, items, questions={})
+    return Evaluate(shared, pruned, None, None, grading, **{"reference": None, **changes})

@@ -97,11 +97,8 @@ def test_chats_have_no_loss_of_answers(subject: LoadedModel) -> None:
     assert {sample["answer_loss"] for sample in graded.samples} == {None}
 
 
-def test_generated_answers_are_graded(
-    subject: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model's own texts are the right answers, but for the third. There is no pass for the loss
-    on them."""
+def test_generated_answers_are_graded(subject: LoadedModel, tmp_path: Path) -> None:
+    """The model's own texts are the right answers, but for the third."""
     prompts = [item["prompt"] for item in shipped_items("gsm8k", 3)]
     texts = generate(subject, prompts, 40)
     labels = [text.strip() + "0" * (number == 2) for number, text in enumerate(texts)]
@@ -116,7 +113,6 @@ def test_generated_answers_are_graded(
         "filter_list": [{"name": "strip", "filter": filters}],
     }
     task = custom_task(tmp_path, items, definition, max_new_tokens=40, expected=3)
-    monkeypatch.setattr(LoadedModel, "score", None)
     graded = evaluate(subject, task)
     outcomes = [(sample["item"], sample["outcome"]) for sample in graded.samples]
     assert outcomes == [("a0", 1), ("a1", 1), ("a2", 0)]
