@@ -24,6 +24,7 @@ from moe_lab.errors import Registry, UserError, check_known, reason_in
 from moe_lab.models.files import sha256_of
 from moe_lab.paths import check_name, local_path
 from moe_lab.source_code import function_digest
+from moe_lab.statistics import FROM_TEXT
 
 Array = NDArray[numpy.float64]
 Granularity = Literal["expert", "channel"]
@@ -31,15 +32,6 @@ Function = Callable[..., Array]
 
 FROM_FILE = ("file", "file_channels")
 """Criteria whose scores are read from a file."""
-FROM_TEXT = (
-    "statistics",
-    "damage",
-    "gradients",
-    "weight_gradients",
-    "layer_loss_gradients",
-    "layer_loss_weight_gradients",
-)
-"""Values of `Criterion.needs` that are steps over a calibration set."""
 
 
 _SOFTMAX = (

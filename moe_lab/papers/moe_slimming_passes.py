@@ -9,7 +9,7 @@ import torch
 
 from moe_lab.statistics.forward import EPSILON, ForwardHook
 from moe_lab.statistics.gradients import LOSS_SCALE, GradientHook, WeightGradientHook
-from moe_lab.statistics.observe import StatisticsHook
+from moe_lab.statistics.observe import StatisticsHook, hidden_states
 
 SCALE = 0.9
 """Factor of the outputs of the experts in the loss of the released code."""
@@ -44,9 +44,9 @@ class LayerLossHook(StatisticsHook):
 
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         """Propagate the gradient of L back to the activations and weights of the experts."""
-        stream = (result[0] if isinstance(result, tuple) else result).detach().flatten(0, -2)
-        routed = self.routed.detach().to(torch.float64)
-        energy = stream.to(torch.float64).square().sum(-1, keepdim=True) + EPSILON
+        stream = hidden_states(result).detach().double()
+        routed = self.routed.detach().double()
+        energy = stream.square().sum(-1, keepdim=True) + EPSILON
         gradient = LOSS_SCALE * 2 * SCALE * (SCALE - 1) * routed / energy
         ignored = self.ignored_tokens(routed)
         if ignored is not None:

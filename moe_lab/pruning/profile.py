@@ -17,7 +17,7 @@ from moe_lab.models.experts import run
 from moe_lab.pruning.mask import mask, mask_layers
 from moe_lab.pruning.plan import Plan
 from moe_lab.statistics.forward import EPSILON
-from moe_lab.statistics.observe import Batch
+from moe_lab.statistics.observe import Batch, hidden_states
 
 
 def profile(
@@ -70,12 +70,6 @@ def _run(
             run(model, ids, valid)
 
 
-def _hidden(output: Any) -> torch.Tensor:
-    """The hidden states (T, H) in the output of a layer or of its experts."""
-    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return states.flatten(0, -2)
-
-
 class _Loss:
     """Measures how much the routed output of one MoE layer changes if `plan` masks this layer
     alone. The error of a token is the squared distance between the outputs without and with the
@@ -91,7 +85,7 @@ class _Loss:
 
     def after_experts(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Record the routed output (T, H)."""
-        self.routed = _hidden(output)
+        self.routed = hidden_states(output)
 
     def after_block(self, module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
         """Run the block again under the mask. Record the squared distance (T,) between the two
@@ -104,7 +98,7 @@ class _Loss:
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add the error of each valid token to `total`."""
-        stream = _hidden(output).double()
+        stream = hidden_states(output).double()
         valid = self.valid.to(stream.device)
         error = self.square_error.to(stream.device) / (stream.square().sum(-1) + EPSILON)
         self.total += float(error[valid].sum())
@@ -124,7 +118,7 @@ class _Variance:
 
     def after_layer(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Add the variance over the coordinates of each token's hidden state (H,)."""
-        hidden = _hidden(output)
+        hidden = hidden_states(output)
         states = hidden[self.valid.to(hidden.device)].double()
         self.total = self.total + states.var(dim=-1, correction=0).sum()
         self.tokens += len(states)

@@ -26,7 +26,7 @@ Layers: TypeAlias = "dict[int, dict[str, torch.Tensor]]"
 """Decoder layer number -> name of a statistic -> fp64 tensor on the CPU."""
 
 
-FUNCTIONS = {
+FROM_TEXT = {
     # hooks of a forward pass
     "statistics": "moe_lab.statistics.forward:ForwardHook",
     "damage": "moe_lab.statistics.damage:DamageHook",
@@ -37,6 +37,10 @@ FUNCTIONS = {
     # hooks of a forward and a backward pass
     "gradients": "moe_lab.statistics.gradients:GradientHook",
     "weight_gradients": "moe_lab.statistics.gradients:WeightGradientHook",
+}
+"""Name of statistics over a calibration set -> MODULE:NAME of the hook that computes them."""
+FUNCTIONS = {
+    **FROM_TEXT,
     # functions of a model or a checkpoint
     "weights": "moe_lab.statistics.weights:expert_weight_sums",
     "channel_weights": "moe_lab.statistics.weights:channel_weight_sums",

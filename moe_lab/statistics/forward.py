@@ -22,7 +22,7 @@ from moe_lab.models.rows import (
     inner_products,
     sort_by_expert,
 )
-from moe_lab.statistics.observe import Observer, StatisticsHook
+from moe_lab.statistics.observe import Observer, StatisticsHook, hidden_states
 
 ENTROPY_BINS = 50
 """Bins of the histogram of router entropies, from 0 to the logarithm of the number of experts."""
@@ -133,8 +133,7 @@ class ForwardHook(StatisticsHook):
     def after_layer(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         """Add the statistics of the last call that need the output of the decoder layer."""
         if self.call is not None:
-            stream = result[0] if isinstance(result, tuple) else result
-            self.add(self.call.normalize(stream.detach().flatten(0, -2)))
+            self.add(self.call.normalize(hidden_states(result).detach()))
             self.call = None
         self.module_inputs_and_outputs.clear()  # modules after the block were recorded, too
 

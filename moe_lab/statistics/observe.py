@@ -40,6 +40,12 @@ def forward(model: PreTrainedModel, input_ids: torch.Tensor, valid: torch.Tensor
         run(model, input_ids, valid)
 
 
+def hidden_states(output: Any) -> torch.Tensor:
+    """The hidden states (T, H) in the output of a decoder layer or of its experts."""
+    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return states.flatten(0, -2)
+
+
 class StatisticsHook:
     """Observes one MoE layer. The method `experts` of a subclass computes the layer's routed output
     in place of the model's own code, and adds statistics of the tokens to `sums`.
