@@ -545,7 +545,8 @@ def test_camera_weighs_by_the_chosen_gate() -> None:
 def test_every_criterion_has_a_reference_or_golden_values() -> None:
     names: dict[str, set[str]] = {"expert": set(), "channel": set()}
     for name, criterion in criteria.CRITERIA.items():
-        names[criterion.granularity].add(name)
+        if "." not in name:  # variants of papers, where one is imported: tests/test_papers.py
+            names[criterion.granularity].add(name)
     golden = {"s_family", "exact_damage", "aimer", "magnitude", "random"}
     assert names["expert"] == {*NAIVE, *golden, "file"}
     assert names["channel"] == {name for name, *_ in CHANNELS} | {"channel_random", "file_channels"}
