@@ -14,7 +14,6 @@ from typing import TypeVar
 from moe_lab import progress
 from moe_lab.analysis import names
 from moe_lab.analysis.differences import page_answers, page_plans
-from moe_lab.analysis.load.evaluations import versions_of_libraries
 from moe_lab.analysis.load.settings import removed_noun
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.names import capitalised, count
@@ -255,8 +254,8 @@ ORIGINS = {
 
 def _facts(study: Study) -> dict[str, str]:
     """Label -> text on the provenance of a study."""
-    versions = versions_of_libraries(study.origins, study.cells, study.reader)
     config = study.document.get("config")
+    libraries = study.libraries.items()
     return {
         "Study": study.name,
         "Store": str(study.store.resolve()),
@@ -264,7 +263,7 @@ def _facts(study: Study) -> dict[str, str]:
             label: ", ".join(map(str, study.origins[column].dropna().unique()))
             for label, column in ORIGINS.items()
         },
-        "Libraries": ", ".join(f"{name} {'/'.join(texts)}" for name, texts in versions.items()),
+        "Libraries": ", ".join(f"{name} {'/'.join(texts)}" for name, texts in libraries),
         **{
             f"Calibration {calibration} of {model}": ", ".join(
                 f"{tokens:,} tokens of {source}"

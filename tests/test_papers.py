@@ -35,6 +35,7 @@ def test_unknown_variants_are_refused(name: str) -> None:
 
 
 def test_camera_has_two_norms_as_in_its_text() -> None:
+    """CAMERA (arXiv 2508.02322), as HEAPr quotes it in Section 4.2."""
     phi = numpy.array([[3.0, 1.0], [-4.0, 2.0], [0.0, -2.0]])
     down = numpy.array([[2.0, 0.0], [1.0, 5.0]])
     layer = {
@@ -59,7 +60,8 @@ def test_easy_ep_averages_shares_of_layers_over_domains() -> None:
 
 
 def test_smoothings_of_moe_slimming() -> None:
-    """Of its code: sqrt and clip, four times; of its text: log(1 + 5 l) of the raw losses."""
+    """Tables 7 and 15, Appendix C.3.3. Of its code: sqrt and clip, four times; of its text:
+    log(1 + 5 l) of the raw losses."""
     losses = numpy.array([0.02, 0.5, 3.0, 0.1, 0.4])
     x = losses
     for _ in range(4):
@@ -81,7 +83,7 @@ def aligned(order: str, budgets: list[list[int]], width: int, **settings: int) -
 
 
 def test_an_expert_gets_at_most_one_block_by_the_text() -> None:
-    """Appendix A.2: three blocks are lost, but only two experts are active."""
+    """MoE-Slimming, Appendix A.2: three blocks are lost, but only two experts are active."""
     budgets = [[7, 7, 7, 7, 20, 11]]
     settings = {"block": 8, "min_channels": 8}
     assert aligned("moe_slimming.one_block", budgets, 32, **settings) == [[0, 0, 0, 0, 24, 16]]
@@ -111,7 +113,8 @@ def test_blocks_are_assigned_as_by_the_released_code(
 
 
 def test_super_experts_by_the_released_code() -> None:
-    """The percentile is that of the layers below the end, and a tenth is rounded down."""
+    """Super experts (arXiv 2507.23279), equation 8 in the released code: the percentile is that of
+    the layers below the end, and a tenth is rounded down."""
     layers = {0: numpy.ones(300), 1: numpy.ones(300), 2: numpy.full(300, 5000.0)}
     layers[0][3] = 745.0
     layers[1][4] = 74.2  # above 74, below 74.5

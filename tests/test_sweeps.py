@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 
@@ -163,6 +164,10 @@ MONE = {
 """Criterion, replacement and ratio of MoE-Slimming's tables of whole methods."""
 
 
+WHOLE_EXPERTS = (0.25, 0.383, 0.5, 0.617, 0.75)
+"""Ratios of MoE-Slimming's table of channels against whole experts."""
+
+
 @pytest.mark.parametrize(
     ("place", "name", "axes", "values"),
     [
@@ -205,6 +210,15 @@ MONE = {
             )
             for table in (3, 5)
         ],
+        (
+            "MoE-Slimming, Appendix C.2.1, Table 10",
+            "coverage_table10",
+            "criterion.name allocation.replacement ratio",
+            {
+                *product(["channel_activation"], ["none"], [0.133, *WHOLE_EXPERTS]),
+                *product(["mone", "mone_freq"], ["mean_output"], WHOLE_EXPERTS),
+            },
+        ),
         (
             "MoE-Slimming, Appendix C.3.1, Table 13",
             "coverage_table13",

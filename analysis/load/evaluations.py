@@ -212,13 +212,16 @@ def are_binary(outcomes: np.ndarray) -> bool:
 
 
 def remarks(
-    results: pd.DataFrame, origins: pd.DataFrame, cells: pd.DataFrame, reader: Reader
+    results: pd.DataFrame,
+    origins: pd.DataFrame,
+    cells: pd.DataFrame,
+    libraries: Mapping[str, list[str]],
 ) -> list[str]:
     """Sentences about results that are hard to compare, and about programs written by models that
-    ran without isolation."""
+    ran without isolation. libraries: those of `versions_of_libraries`."""
     sentences = [
         f"Steps were made with different versions of {library}: {', '.join(versions)}."
-        for library, versions in versions_of_libraries(origins, cells, reader).items()
+        for library, versions in libraries.items()
         if len(versions) > 1
     ]
     commits = [str(commit) for commit in origins["commit"].dropna().unique()]

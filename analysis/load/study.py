@@ -12,7 +12,12 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import passes, plans, studies
-from moe_lab.analysis.load.evaluations import Entries, evaluations, remarks
+from moe_lab.analysis.load.evaluations import (
+    Entries,
+    evaluations,
+    remarks,
+    versions_of_libraries,
+)
 from moe_lab.analysis.load.reader import Gap, Reader, groups, records
 from moe_lab.analysis.load.settings import AXES, labels, removed_text
 from moe_lab.result_files import CONTAMINATION, OWN, STEPS
@@ -71,6 +76,8 @@ class Study:
     """One row per evaluation: folder, host, machine, python, moe_lab (its version),
     commit, sandbox, too_long and unfinished_thoughts (numbers of items without an answer, for these
     two reasons), and protocol (settings of the evaluation, see result.json)."""
+    libraries: Mapping[str, list[str]]
+    """Library -> all its versions with which the results, and the steps behind them, were made."""
     reader: Reader
     notes: Sequence[str] = field(default=())
     """Remarks about the results, such as different versions of a library."""
@@ -118,6 +125,7 @@ def load(store: Path, name: str) -> Study:
     reader = Reader(store)
     cells, entries = _cells(document, reader)
     results, samples, origins = evaluations(entries, labels(cells), reader)
+    libraries = versions_of_libraries(origins, cells, reader)
     pass_folders = passes.folders_of_passes(cells, reader)
     figures = {
         figure: passes.folders_of_steps(document[figure], purpose, cells, reader)
@@ -137,8 +145,12 @@ def load(store: Path, name: str) -> Study:
         calibrations=passes.documents(pass_folders, "calibration.json", reader),
         models=_models(cells, reader),
         origins=origins,
+        libraries=libraries,
         reader=reader,
-        notes=[*remarks(results, origins, cells, reader), *_contamination_remarks(contaminations)],
+        notes=[
+            *remarks(results, origins, cells, libraries),
+            *_contamination_remarks(contaminations),
+        ],
     )
 
 

@@ -187,17 +187,19 @@ def _step_times(study: Study, cells: pd.DataFrame, column: str) -> pd.DataFrame:
     indirect inputs, with the column "cell". The cells are ordered by model and criterion.
 
     A cell is left out if the store lacks the time of one of its steps."""
-    frames = []
-    for cell, step in sort_cells(cells, "model", "criterion")[column].items():
-        folders = [
-            folder
+    steps_of_cells = pd.DataFrame(
+        [
+            (cell, folder)
+            for cell, step in sort_cells(cells, "model", "criterion")[column].items()
             for folder in steps_with_inputs([step], study.reader)
             if step_kind(folder) != "model"  # this step only reads a configuration
-        ]
-        steps = time_and_memory(folders, study.reader)
-        if folders and set(steps["folder"]) == set(folders):
-            frames.append(steps.assign(cell=int(str(cell))))
-    return stacked(frames, ["cell", "kind", "seconds", "peak", "gpu_peak", "machine"])
+        ],
+        columns=["cell", "folder"],
+    )
+    times = time_and_memory(steps_of_cells["folder"].unique(), study.reader)
+    is_known = steps_of_cells["folder"].isin(times["folder"])
+    complete = steps_of_cells[is_known.groupby(steps_of_cells["cell"]).transform("all")]
+    return complete.merge(times, on="folder")
 
 
 COLUMNS = ("model", "criterion", "layer", "expert", "score")

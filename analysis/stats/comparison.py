@@ -125,8 +125,15 @@ class Comparison:
     def evaluated(self, columns: Iterable[str], cells: Iterable[int]) -> Target:
         """Those of `columns` (displayed columns or benchmarks) on which at least one of these cells
         was evaluated."""
-        rows = list(cells)
-        return tuple(column for column in columns if self.score((column,))[rows].notna().any())
+        asked = set(cells)
+        return tuple(
+            column for column in columns if not asked.isdisjoint(self.scored_cells((column,)))
+        )
+
+    @_cached_by_target
+    def scored_cells(self, target: Target) -> list[int]:
+        """The cells with a score in the target."""
+        return [int(cell) for cell in self.score(target).dropna().index]
 
     @cached_property
     def unpruned_cell(self) -> int | None:

@@ -98,8 +98,8 @@ def kept_of_equal_layers(
 
 
 def test_layers_are_weighed_by_the_loss_that_is_chosen() -> None:
-    """Equal scores and sqrt: targets 1 and 2 by the relative loss, 3 and 2 by what the model's loss
-    gains."""
+    """MoE-Slimming, step 3 of Appendix A.1. Equal scores and sqrt: targets 1 and 2 by the relative
+    loss, 3 and 2 by what the model's loss gains."""
     equal_layers = functools.partial(kept_of_equal_layers, 0.25, (0.09, 0.04))
     for inter in ("coverage", "loss_based"):
         parameters = {"inter": inter, "intra": "uniform"}
@@ -249,6 +249,7 @@ PRIORS: dict[Any, list[float]] = {
 
 
 def test_values_of_priors() -> None:
+    """MoE-Slimming, Table 6, whose router rows are `moe_slimming.router` by its released code."""
     for prior, expected in PRIORS.items():
         assert expert_prior(prior, EVIDENCE, 7, 3) == pytest.approx(expected), prior
     with pytest.raises(UserError, match=r"channel_product of layer 8.* gradients"):

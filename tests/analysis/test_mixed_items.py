@@ -61,6 +61,7 @@ def study_of(
         calibrations={},
         models={},
         document={},
+        libraries={},
         reader=Reader(Path("store")),
         origins=pd.DataFrame(columns=["folder", "commit"]),
         family=pd.DataFrame(),

@@ -378,6 +378,7 @@ def searches() -> Searches:
 
 
 def test_searches_are_paired_with_uniform_cells(searches: Searches) -> None:
+    """EvoESAP, Section 4.2, Tables 1 and 2: the full model, then each criterion twice."""
     table = searches.table
     methods = [[name, f"{name}, evolutionary"] for name in ("EAN", "REAP")]
     assert table.frame["Criterion"].tolist() == ["Unpruned", *methods[0], "Unpruned", *methods[1]]

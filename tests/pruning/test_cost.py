@@ -310,6 +310,7 @@ def outputs(model: Any, *modules: Any) -> list[torch.Tensor]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 def test_variance_of_each_token_is_averaged_as_in_aimers_appendix_c(name: str) -> None:
+    """AIMER, Figure 6 and Appendix C."""
     model = tiny.build(name)
     rows = layer_profiles(model, None)
     streams = outputs(model, *model.get_submodule(moe_layers(model)[0].stack))

@@ -71,7 +71,8 @@ def naive_rises(model: Any, ids: torch.Tensor, valid: torch.Tensor) -> dict[str,
 
 @pytest.mark.parametrize("name", tiny.one_of_each(tiny.arithmetic))
 def test_rises_are_those_of_changed_weights(name: str) -> None:
-    """Measuring them leaves the model as it was."""
+    """MoE-Slimming, Figure 3(a) and step 3 of Appendix A.1. Measuring them leaves the model as it
+    was."""
     model = tiny.build(name, **tiny.few_experts(name))
     ids, valid = (part[:2, 2:14] for part in naive.batch())
     weights = dict(model.named_parameters())

@@ -252,6 +252,13 @@ def test_history_says_who_the_parents_and_elites_were(problem: Problem, granular
         assert all(row["elite"] == (tuple(row["schedule"]) in elites) for row in rows)
 
 
+def test_generations_are_all_populations_that_are_evaluated() -> None:
+    """EvoESAP, Algorithm 1, whose text evaluates T + 1: `generations` counts the first one."""
+    problem = Problem((8, 8, 8, 8), (2, 2, 2, 2), (1, 1, 1, 1), 12)
+    history = run(problem, SearchSettings(generations=6, population=16), rugged(1))
+    assert {row["generation"] for row in history} == set(range(6))
+
+
 def test_the_search_ends_when_everything_is_known() -> None:
     problem = Problem((4, 4), (2, 2), (1, 1), 2)
     history = run(problem, SearchSettings(granularity=1), rugged(0))
