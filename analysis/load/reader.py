@@ -44,6 +44,8 @@ class Reader:
         self.packs = packs_in(root.absolute())
         self.gaps: dict[Gap, None] = {}
         """The gaps, as keys so that each is listed once and in order."""
+        self._folders: dict[str, Path | None] = {}
+        """Name of a step -> its folder; None when the store does not have the folder."""
         self._folders_by_id: dict[str, dict[str, Path]] = {}
         """Kind of steps -> id of a step -> folder."""
         self._steps: dict[Path, dict[str, Any]] = {}
@@ -81,6 +83,11 @@ class Reader:
         The folder is looked up by its name, or else by the id at the end of the name, because the
         label before the id may differ between runs.
         """
+        if name not in self._folders:
+            self._folders[name] = self._look_up(name)
+        return self._folders[name]
+
+    def _look_up(self, name: str) -> Path | None:
         path = self.root / name
         if path.is_dir():
             return path
