@@ -1,13 +1,14 @@
-"""Write the results of a study in the format of lm-eval's logs, one folder for each cell."""
+"""Write the results of a study as logs of lm-eval and of Inspect, one folder for each cell."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pandas as pd
 
@@ -20,10 +21,11 @@ from moe_lab.result_files import Result, Sample
 
 
 def export(study: Study, out: Path) -> list[Path]:
-    """Write results_TIME.json, and samples_BENCHMARK_TIME.jsonl for each benchmark, to a folder of
-    `out` for each cell of a study. Returns the folders.
+    """For each cell of a study, write results_TIME.json and, for each benchmark,
+    samples_BENCHMARK_TIME.jsonl (both as lm-eval) and BENCHMARK_TIME.eval (as Inspect) to a folder
+    of `out`. Returns the folders.
 
-    The key "moe_lab" of these files has what lm-eval has no name for, so that moe_lab can import
+    The key "moe_lab" of the first two has what lm-eval has no name for, so that moe_lab can import
     the cell again. Texts of benchmarks that are not shareable are left out.
     """
     created = datetime.fromtimestamp(float(study.document["created"]), UTC)
@@ -33,11 +35,18 @@ def export(study: Study, out: Path) -> list[Path]:
         folder = out / shorten(valid_name(label))
         folder.mkdir(parents=True, exist_ok=True)
         results = records(study.results[study.results["cell"] == cell])
-        for row in results:
-            lines = [json.dumps(line) + "\n" for line in _samples(study, row)]
-            file = folder / f"samples_{row['benchmark']}_{time}.jsonl"
-            file.write_text("".join(lines), encoding="utf-8")
         (axes,) = records(study.cells.loc[[cell], list(AXES)])
+        for row in results:
+            name = row["benchmark"]
+            frame = answers(pd.DataFrame([row]), study.reader)
+            samples = records(frame[frame["benchmark"] == name])
+            lines = [json.dumps(line) + "\n" for line in _samples(samples, row["metric"])]
+            file = folder / f"samples_{name}_{time}.jsonl"
+            file.write_text("".join(lines), encoding="utf-8")
+            log = _inspect_log(row, samples, {**axes, "label": label}, created.isoformat())
+            with ZipFile(folder / f"{name}_{time}.eval", "w", ZIP_DEFLATED) as archive:
+                for member, content in log.items():
+                    archive.writestr(member, json.dumps(content))
         document = _document(axes, results)
         (folder / f"results_{time}.json").write_text(json.dumps(document, indent=1))
         folders.append(folder)
@@ -79,12 +88,11 @@ def _document(axes: Mapping[str, Any], results: list[dict[str, Any]]) -> dict[st
     return document
 
 
-def _samples(study: Study, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of samples_BENCHMARK_TIME.jsonl for a row of `Study.results`."""
-    frame = answers(pd.DataFrame([result]), study.reader)
-    frame = frame[frame["benchmark"] == result["benchmark"]]
-    metric, _, filter_name = result["metric"].partition(",")
-    for number, row in enumerate(records(frame)):
+def _samples(samples: Sequence[Mapping[str, Any]], metric: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of samples_BENCHMARK_TIME.jsonl. samples: rows of `answers`. metric: that of
+    the result."""
+    metric, _, filter_name = metric.partition(",")
+    for number, row in enumerate(samples):
         target = row["right_answer"]
         yield {
             "doc_id": number,
@@ -101,6 +109,63 @@ def _samples(study: Study, result: Mapping[str, Any]) -> Iterator[dict[str, Any]
             metric: row["outcome"],
             "moe_lab": _without_nan({name: row[name] for name in Sample.__annotations__}),
         }
+
+
+STOP_REASONS = {"end": "stop", "stop": "stop", "limit": "max_tokens", "too_long": "model_length"}
+"""`Sample.ended` -> the reason in Inspect's logs."""
+
+
+def _inspect_log(
+    result: Mapping[str, Any],
+    samples: Sequence[Mapping[str, Any]],
+    axes: Mapping[str, Any],
+    created: str,
+) -> dict[str, Any]:
+    """Member of an archive .eval -> its content. result: a row of `Study.results`, of a cell with
+    `axes`. samples: rows of `answers`."""
+    name, model = result["benchmark"], f"moe_lab/{axes['label']}"
+    metric = {"name": result["metric"], "value": result["score"]}
+    summaries: list[dict[str, Any]] = []
+    log: dict[str, Any] = {
+        "header.json": {
+            "version": 2,
+            "status": "success",
+            "eval": {
+                "eval_id": f"{model} {name}",
+                "created": created,
+                "task": name,
+                "dataset": {"name": name, "samples": result["n"]},
+                "model": model,
+                "config": {},
+                "metadata": axes,
+            },
+            "results": {
+                "total_samples": len(samples),
+                "completed_samples": len(samples),
+                "scores": [
+                    {"name": "moe_lab", "scorer": "moe_lab", "metrics": {metric["name"]: metric}}
+                ],
+            },
+        },
+        "summaries.json": summaries,
+    }
+    for row in samples:
+        epoch = int(row["replicate"]) + 1
+        message = {"role": "assistant", "content": row["thought"] + (row["output"] or "")}
+        reason = STOP_REASONS.get(row["ended"], "unknown")
+        summary = {
+            "id": row["item"],
+            "epoch": epoch,
+            "input": row["prompt"],
+            "target": row["right_answer"],
+            "scores": {"moe_lab": {"value": row["outcome"], "answer": row["extracted"]}},
+        }
+        summaries.append(summary)
+        log[f"samples/{row['item']}_epoch_{epoch}.json"] = {
+            **summary,
+            "output": {"model": model, "choices": [{"message": message, "stop_reason": reason}]},
+        }
+    return log
 
 
 def _without_nan(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def _table(words: Sequence[str]) -> None:
 
 
 def _export(words: Sequence[str]) -> None:
-    """Write the results of a study as logs of lm-eval."""
+    """Write the results of a study as logs of lm-eval and of Inspect."""
     parser = _parser("export", export)
     parser.add_argument("study", help=STUDY)
     parser.add_argument("--out", type=Path, required=True, help="a folder")

@@ -131,6 +131,24 @@ def test_exported_and_imported_results_are_equal(store: Path, tmp_path: Path) ->
         assert float(row[7]) == score
 
 
+def test_inspect_reads_exported_logs(store: Path, tmp_path: Path) -> None:
+    """The texts of boolq stay in the store."""
+    from inspect_ai.log import read_eval_log  # takes a second to import
+
+    table = moe_lab.results(store, OWN)
+    for folder in export(load(store, OWN), tmp_path):
+        logs = [read_eval_log(file) for file in folder.glob("*.eval")]
+        assert {log.eval.task for log in logs} == set(TASKS)
+        for log in logs:
+            rows = table[table["benchmark"] == log.eval.task]
+            rows = rows[rows["criterion"] == log.eval.metadata["criterion"]].set_index("item")
+            assert {s.id: s.scores["moe_lab"].value for s in log.samples} == dict(rows["outcome"])
+            (metric,) = log.results.scores[0].metrics.values()
+            assert metric.value == rows["score"].iloc[0]
+            texts = [text for s in log.samples for text in (s.input, s.output.completion)]
+            assert all(texts) if log.eval.task != "boolq" else not any(texts)
+
+
 def test_programs_graded_by_evalplus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first program is right, the second fails one of the further tests, and the third a base
     test alone."""
