@@ -70,24 +70,6 @@ def formula_table(results: Results) -> Table:
     )
 
 
-COLUMN_OF_STEP_KIND = {
-    "statistics": "Forward pass (s)",
-    "gradients": "Backward pass (s)",
-    "weight_gradients": "Weight gradients (s)",
-    "layer_loss_gradients": "Backward pass (s)",
-    "layer_loss_weight_gradients": "Weight gradients (s)",
-    "ablation": "Ablation (s)",
-    "scaling": "Layer scaling (s)",
-    "damage": "Exact damage (s)",
-    "weights": "Weights (s)",
-    "channel_weights": "Channel weights (s)",
-    "scores": "Scores (s)",
-    "search": "Search (s)",
-    "reconstruction": "Search (s)",
-    "sequential": "Search (s)",
-    "plan": "Plan (s)",
-}
-"""Kind of step -> the column of its seconds."""
 SECONDS_FORMAT = "{:,.3f}"
 TEXT_COLUMNS = {"Model": "model", "Calibration": "calibration", "Criterion": "criterion"}
 
@@ -153,14 +135,11 @@ def allocation_table(results: Results) -> Table | None:
     steps = _step_times(study, cells.drop_duplicates(all_but_ratio), "plan_folder")
     if steps.empty:
         return None
-    # steps of a kind without a column count in the total only
-    columns_of_steps = steps["kind"].map(COLUMN_OF_STEP_KIND)
+    columns_of_steps = steps["kind"].str.replace("_", " ").str.capitalize() + " (s)"
     seconds = steps.groupby(["cell", columns_of_steps])["seconds"].sum().unstack()
     rows = cells.loc[steps["cell"].unique()].join(seconds)
     rows["Total (s)"] = steps.groupby("cell")["seconds"].sum()
-    step_columns = [
-        column for column in dict.fromkeys(COLUMN_OF_STEP_KIND.values()) if column in seconds
-    ]
+    step_columns = [str(column) for column in seconds]
     columns: Columns = {
         **TEXT_COLUMNS,
         "Allocation": "allocation",
@@ -168,9 +147,9 @@ def allocation_table(results: Results) -> Table | None:
     }
     return Table(
         title="Time of channel allocations",
-        caption="Seconds of each step behind a plan; – where a plan reads no such step. The "
-        "forward pass gives the attributions of all experts at once; ablation runs the layers "
-        "above again for every expert. "
+        caption="Seconds of each step behind a plan; – where a plan reads no such step. "
+        "Statistics give the attributions of all experts in one forward pass; ablation runs the "
+        "layers above again for every expert. "
         f"{timing_note(steps['machine'])}{run_setup(study)}",
         **frame_and_formats(rows, columns),
         optional=tuple(step_columns),

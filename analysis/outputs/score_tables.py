@@ -251,8 +251,11 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
     """MoE-Slimming's Table 14: scores of coverage budgets that differ in the prior alone."""
     cells = comparison.cells.join(plans.priors(comparison.cells, results.study.reader), how="inner")
     for key, plans_of_block in groups(cells, [*plans.EQUAL_BUT_PRIOR, "calibration", "recovery"]):
-        rows = plans_of_block.sort_values(
-            "prior", key=lambda priors: priors.map(list(PRIOR_LABELS).index), kind="stable"
+        # a prior without a label, such as a plugin's, comes last
+        labels = plans_of_block["prior"].map(PRIOR_LABELS).fillna(plans_of_block["prior"])
+        order = [*PRIOR_LABELS.values(), *labels.unique()].index
+        rows = plans_of_block.assign(label=labels).sort_values(
+            "label", key=lambda column: column.map(order), kind="stable"
         )
         if rows["prior"].nunique() < 2:
             continue
@@ -265,7 +268,7 @@ def prior_table(results: Results, comparison: Comparison) -> Iterator[Block]:
             allocation = names.allocation_name(str(first_order["allocation"].iloc[0]))
             base = int(first_order.index[0])
         detail = names.comma_joined(names.recovery_name(key["recovery"]), allocation)
-        yield Block(comparison, rows["prior"].map(PRIOR_LABELS), base, detail)
+        yield Block(comparison, rows["label"], base, detail)
 
 
 @score_table(
