@@ -11,9 +11,8 @@ from pathlib import Path
 
 from moe_lab.errors import UserError
 from moe_lab.json_files import Damaged, Document
-from moe_lab.result_files import start_of
 from moe_lab.study.claims import Busy
-from moe_lab.study.packing import MANY, Packing, copy_packed
+from moe_lab.study.packing import MANY, Packing
 from moe_lab.study.provenance import STEP, file_entry
 from moe_lab.study.schedule import inform
 from moe_lab.study.step import Step, unmerged
@@ -62,15 +61,12 @@ def copy_from(store: Store, path: str, steps: Sequence[Step]) -> None:
         return
     inform(f"taking {len(names)} finished steps from also={other.root}")
     with other.errors_as_sentences():
-        copy_packed(store, other, names)
-        # steps in folders, and packed steps that could not be copied as packs
-        names_left = [name for name in names if start_of(name) not in store.packs]
         packing = Packing(store)
         with ThreadPoolExecutor(THREADS) as threads:
             # copied steps are folders until `pack` moves them into a pack: calling it after every
             # MANY steps bounds the number of folders
-            for first in range(0, len(names_left), MANY):
-                batch = names_left[first : first + MANY]
+            for first in range(0, len(names), MANY):
+                batch = names[first : first + MANY]
                 # `list` waits until the batch is copied, and raises errors of the threads
                 list(threads.map(partial(_copy_step, store, other), batch))
                 packing.pack()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
-from moe_lab.json_files import Damaged, Document
+from moe_lab.json_files import Damaged
 from moe_lab.packs import PackedStep
 from moe_lab.result_files import start_of
 from moe_lab.study.claims import Busy, Claim
@@ -123,37 +123,8 @@ class Packing:
                     continue
                 files[STEP] = (folder / STEP).read_bytes()
                 name = f"{folder.parent.name}/{folder.name}"
-                yield PackedStep(id_start, name, _inputs(document), files)
-
-
-def copy_packed(store: Store, other: Store, names: Sequence[str]) -> None:
-    """Copy steps from packs of `other` into packs of `store`. `names`: KIND/NAME of the steps.
-    Damaged steps are not copied.
-
-    An error, such as that of a full disk, ends the copying and is not raised. The caller then
-    copies the remaining steps one by one, and meets the error again."""
-    packed_names = [name for name in names if start_of(name) in other.packs]
-    if len(packed_names) < MANY:
-        return
-    with suppress(Busy, OSError, sqlite3.Error), store.claims.take(PACKS) as claim:
-        store.make_folder(store.packs.folder)
-        for start in range(0, len(packed_names), STEPS_PER_PACK):
-            steps = _read_packed_steps(other, packed_names[start : start + STEPS_PER_PACK])
-            _publish(store, store.packs.add(steps), claim)
-
-
-def _read_packed_steps(other: Store, names: Iterable[str]) -> Iterator[PackedStep]:
-    """The undamaged steps among `names` (KIND/NAME), read from packs of `other`."""
-    for name in names:
-        if not other.damaged_files(name, hash_all=True):
-            id_start = start_of(name)
-            files = {file: other.packs.read(id_start, file) for file in other.packs.files(id_start)}
-            yield PackedStep(id_start, name, _inputs(other.document(name)), files)
-
-
-def _inputs(document: Document) -> list[str]:
-    """Starts of the ids of a step's inputs. `document`: content of STEP."""
-    return [start_of(name) for name in document["inputs"].values()]
+                inputs = [start_of(needed) for needed in document["inputs"].values()]
+                yield PackedStep(id_start, name, inputs, files)
 
 
 def remove_from_packs(store: Store, id_starts: Collection[str]) -> None:
