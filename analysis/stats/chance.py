@@ -11,9 +11,6 @@ from scipy.special import chdtrc, stdtrit
 
 from moe_lab.analysis.stats.uncertainty import LEVEL
 
-MOST_PLANS = 1000
-"""Largest number of random plans that `Chance.plans_needed` considers."""
-
 
 @dataclass(frozen=True)
 class Chance:
@@ -43,17 +40,6 @@ class Chance:
     def limits(self, further_plans: int) -> tuple[float, float]:
         """The mean minus and plus `margin(further_plans)`."""
         return self.mean - self.margin(further_plans), self.mean + self.margin(further_plans)
-
-    def plans_needed(self, score: float, further_plans: int) -> int | None:
-        """The smallest number of random plans with which `score` would be outside
-        `limits(further_plans)`, if mean and spread stayed the same; None if MOST_PLANS are too few.
-        If `spread` is pooled, each of the models would have this number of plans.
-        """
-        for plans in range(2, MOST_PLANS + 1):
-            chance = replace(self, plans=plans, degrees_of_freedom=self.models * (plans - 1))
-            if chance.margin(further_plans) < abs(score - self.mean):
-                return plans
-        return None
 
 
 def chance_by_model(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:

@@ -348,13 +348,13 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
 
 
 def remarks(ranking: Ranking) -> list[str]:
-    """Sentences that compare the plans of each kind with chance."""
+    """A sentence on the limit of chance for each kind of plans."""
     sentences = [_chance_sentence(ranking, kind, chance) for kind, chance in ranking.chance.items()]
     return list(filter(None, sentences))
 
 
 def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """One or two sentences that compare the plans of a kind with chance; "" without such plans."""
+    """A sentence on the limit of chance for the plans of a kind; "" without such plans."""
     granularity, recovery = kind
     rows = ranking.competing_rows
     rows = rows[(rows["granularity"] == granularity) & (rows["recovery"] == recovery)]
@@ -370,22 +370,12 @@ def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
     if chance.spreads_differ:
         pooling += ", as spreads differ between models"
     loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
-    sentence = (
+    return (
         f"Limit of chance {quantity.to_displayed(limit):.3f}, from "
         f"{names.count(chance.plans, 'random plan')} with mean "
         f"{quantity.to_displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
         f"{chance.spread:.3f} {pooling}."
     )
-    best_score = float(quantity.to_computed(rows["score"].iloc[0]))  # rows are sorted, best first
-    if (rows["chance"] == ABOVE_CHANCE).any() or quantity.sign * (best_score - chance.mean) <= 0:
-        return sentence
-    needed_plans = chance.plans_needed(best_score, ranking.plans_tested)
-    if needed_plans is None:
-        return f"{sentence} No number of random plans would put the first one above chance."
-    plans_text = names.count(needed_plans, "random plan") + (
-        " of each model" if chance.models > 1 else ""
-    )
-    return f"{sentence} With {plans_text} like these, the first one would be above chance."
 
 
 def scored_plans(rankings: Sequence[Ranking], comparisons: Sequence[Comparison]) -> pd.DataFrame:

@@ -13,7 +13,6 @@ from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 from benchmarks import best_of_many
 from moe_lab.analysis.registry import find
 from moe_lab.analysis.stats import ranking
-from moe_lab.analysis.stats.chance import chance_by_model
 from moe_lab.analysis.stats.comparison import Comparison, random_scores
 from moe_lab.analysis.stats.quantity import Quantity
 from moe_lab.analysis.stats.uncertainty import Estimate, Stratum, crossed_estimate, leads_of_best
@@ -375,19 +374,6 @@ def test_unequal_spreads_of_random_plans_are_not_pooled() -> None:
 def test_recovered_plan_is_compared_with_recovered_random_plans() -> None:
     [result] = of_models({"a": (20, 30, 40)}, recovery="router_kd")
     assert result.rows["chance"].eq("").all()
-
-
-def test_needed_random_plans_are_the_smallest_number() -> None:
-    scores = np.array([0.2, 0.3, 0.4])
-    plans = chance_by_model({"m": scores})["m"].plans_needed(0.65, 10)
-    assert plans is not None
-
-    def limit(count: int) -> float:
-        quantile = t.ppf(1 - 0.05 / 10, count - 1)
-        return float(0.3 + quantile * 0.1 * np.sqrt(1 + 1 / count))
-
-    assert limit(plans - 1) >= 0.65 > limit(plans)
-    assert chance_by_model({"m": scores})["m"].plans_needed(0.31, 10) is None
 
 
 def test_plans_are_matched_by_seed_or_single(several: Comparison) -> None:
