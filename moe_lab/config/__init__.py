@@ -208,8 +208,6 @@ class TrackerConfig(Group):
     """none or wandb."""
     project: Project | None = None
     """Project of the tracker; null: the project in wandb's own settings, such as WANDB_PROJECT."""
-    plans: bool = False
-    """Whether each cell's plan.json is logged as an artefact."""
 
 
 @group

@@ -126,11 +126,6 @@ def _log_cell(
         # last, because the number of steps in a run is the number of losses that it has
         if (chart := report / "figures" / "ranking.json").is_file():
             run.log({"ranking": wandb.Html(vega.draw(chart, "svg").decode())})
-        if settings.plans and entry["plan"]:
-            artefact = wandb.Artifact(f"plan-{start_of(entry['plan'])}", type="plan")
-            with artefact.new_file("plan.json", mode="wb") as file:
-                file.write(store.content(entry["plan"], "plan.json"))
-            run.log_artifact(artefact)
 
 
 def _cell_results(store: Store, entry: Document) -> tuple[dict[str, float], list[float]]:
