@@ -62,19 +62,9 @@ function fill(table, { rows, pruned = {}, note = "" }) {
   table.nextElementSibling.textContent = note;
 }
 
-// Sorts the rows, and hides those that the menus and the search leave out, and unselected metrics.
+// Hides the rows that the menus and the search leave out, and unselected metrics.
 function arrange(table) {
   const [body] = table.tBodies;
-  const sorted = table.querySelector("[aria-sort$=ending]");
-  if (sorted) {
-    const sign = sorted.ariaSort === "ascending" ? 1 : -1;
-    const textOf = (row) => row.cells[sorted.cellIndex].textContent;
-    const numberOf = (text) => parseFloat(text.replace("−", "-").replaceAll(",", ""));
-    const byText = (a, b) => sign * a.localeCompare(b, undefined, { numeric: true });
-    const byNumber = (a, b) => isNaN(a) - isNaN(b) || sign * (a - b);
-    const order = sorted.className === "number" ? (a, b) => byNumber(numberOf(a), numberOf(b)) : byText;
-    body.append(...[...body.rows].sort((a, b) => order(textOf(a), textOf(b))));
-  }
   const columns = Array.from(table.rows[0].cells, (head) => head.textContent);
   const words = selected("search").toLowerCase();
   let found = 0;
@@ -90,16 +80,6 @@ function arrange(table) {
   table.createCaption().textContent = found > MOST_ROWS ? `The first ${MOST_ROWS} of ${found} rows: choose in the menus, or search.` : "";
   table.closest("figure").hidden = words !== "" && found === 0;
 }
-
-document.addEventListener("click", ({ target }) => {
-  const head = target.closest("th");
-  if (!head) return;
-  // numbers are first sorted from the greatest, texts from A
-  const isAscending = head.ariaSort === "descending" || head.ariaSort === "none" && head.className === "text";
-  for (const other of head.parentNode.cells) other.ariaSort = "none";
-  head.ariaSort = isAscending ? "ascending" : "descending";
-  arrange(head.closest("table"));
-});
 
 // ---- Two plans A and B
 
