@@ -10,13 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import datasets
 import lm_eval
 import numpy as np
 import pytest
-import sklearn.metrics
 from choices import read_choice
 from fake_engines import (
     PLAIN,
@@ -50,7 +48,6 @@ from benchmarks.models import random_model
 from moe_lab.config import BenchmarkConfig
 from moe_lab.errors import UserError
 from moe_lab.evaluation import Policy, mirror, run
-from moe_lab.evaluation.adapters import lm_eval as lm_eval_adapter
 from moe_lab.evaluation.adapters import lm_eval_tasks
 from moe_lab.evaluation.answers import collect_answers
 from moe_lab.evaluation.engines.hf import LoadedModel
@@ -399,49 +396,12 @@ def test_extracted_choice_is_the_one_that_the_metric_takes(
         assert taken["acc"] != taken["acc_norm"]
 
 
-@pytest.mark.parametrize(
-    ("metric", "function"),
-    [("mcc", sklearn.metrics.matthews_corrcoef), ("f1", sklearn.metrics.f1_score)],
-)
-def test_metrics_of_a_whole_set_have_the_standard_error_of_the_jackknife(
-    subject: LoadedModel, tmp_path: Path, metric: str, function: Callable[..., float]
-) -> None:
-    items = [{**item, "q": f"{item['q']} {n}"} for n in range(4) for item in NUMBERED]
-    definition = {**MULTIPLE_CHOICE, "metric_list": [{"metric": metric}]}
-    benchmark = custom_task(tmp_path, items, definition, reports={"own": metric})
-    graded = evaluate(subject, benchmark)
-    labels = [item["label"] for item in items]
-    chosen = [int(str(sample["extracted"])) for sample in graded.samples]
-    n = len(items)
-    others = [function(np.delete(labels, index), np.delete(chosen, index)) for index in range(n)]
-    (result,) = graded.results
-    assert result["score"] == pytest.approx(function(labels, chosen))
-    assert result["stderr"] == pytest.approx(np.sqrt(n - 1) * np.std(others))
-    assert 0 < result["stderr"] < 0.5
-    mean = np.mean([sample["outcome"] for sample in graded.samples])
-    assert mean == pytest.approx(result["score"])
-    assert evaluate(subject, replace(benchmark, limit=1)).results[0]["stderr"] is None
-    with pytest.raises(UserError, match=f"metric={metric}_pass@2"):
-        run.list_items(replace(benchmark, reports={"own": f"{metric}_pass@2"}))
-
-
-@pytest.mark.parametrize("answers", [1, 2])
-def test_groups_of_items_are_left_out_of_large_sets(answers: int) -> None:
-    """With nearly the standard error of leaving out each item, which several equal answers do not
-    change."""
-    n = 401
-    values = np.random.default_rng(0).integers(2, size=(n, 2))
-    aggregation = Mock(side_effect=lambda pairs: sklearn.metrics.f1_score(*np.transpose(pairs)))
-    items = [(str(index), tuple(pair)) for index, pair in enumerate(values)]
-    outcomes = lm_eval_adapter._jackknife(items * answers, aggregation)
-    assert aggregation.call_count <= 201
-    score = sklearn.metrics.f1_score(*values.T)
-    assert list(outcomes) == [name for name, _ in items]
-    assert np.mean([*outcomes.values()]) == pytest.approx(score)
-    without = [sklearn.metrics.f1_score(*np.delete(values, i, 0).T) for i in range(n)]
-    exact = np.sqrt(n - 1) * np.std(without)
-    stderr = np.std([*outcomes.values()], ddof=1) / np.sqrt(n)
-    assert stderr == pytest.approx(exact, rel=0.05)
+@pytest.mark.parametrize("metric", ["mcc", "f1", "f1_pass@2", "brier_score", "perplexity"])
+def test_metrics_of_a_whole_set_are_refused(tmp_path: Path, metric: str) -> None:
+    metrics = [{"metric": metric.partition("_pass")[0]}, {"metric": "acc"}]
+    definition = {**MULTIPLE_CHOICE, "metric_list": metrics}
+    with pytest.raises(UserError, match=f"metric={metric} of own .*no outcome of an item.*acc"):
+        run.list_items(custom_task(tmp_path, NUMBERED, definition, reports={"own": metric}))
 
 
 @pytest.mark.parametrize("until", ["", [""], ["", "\n\n\n"]])

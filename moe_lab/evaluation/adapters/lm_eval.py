@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,6 @@ from moe_lab.evaluation.harness import (
 from moe_lab.evaluation.items import Answer, Item, Pair, Reply, Text
 from moe_lab.json_files import fits
 from moe_lab.result_files import Result, Sample, Scale
-
-Aggregation = Callable[[Any], Any]
-GROUPS = 200
-"""Most groups of items without which a metric of a whole set is computed again."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +57,12 @@ class _Row:
 def items(benchmark: BenchmarkConfig) -> Iterator[Item]:
     """Yield the items of a task, or of a group of tasks.
 
-    Raises UserError for a metric whose standard error cannot be computed, for a task of documents,
-    and for a task that needs sampling, runs programs or shows images.
+    Raises UserError for a metric that is no mean over items, for a task of documents, and for a
+    task that needs sampling, runs programs or shows images.
     """
     check_weights(benchmark)
     for metric in benchmark.reports.values():
-        _aggregation(metric, benchmark)  # raises UserError for a metric that cannot be reported
+        _check_metric(metric, benchmark)
     for question in _questions(benchmark):
         requests = [_request(request, question, benchmark) for request in question.requests]
         right_answer = _right_answer(question)
@@ -250,33 +246,21 @@ def _rows_of_metric(metric: str, rows: Sequence[_Row], benchmark: BenchmarkConfi
 
 
 _MEANS = (metrics.mean, metrics.nanmean)
-_REFUSED = (
-    metrics.bits_per_byte,
-    metrics.bypass,
-    metrics.median,
-    metrics.perplexity,
-    metrics.ter,
-    metrics.weighted_perplexity,
-)
-"""Functions that are slow without each item (ter), or whose result the outcomes of items do not
-give."""
+"""lm-eval's functions whose result is a mean over items."""
 
 
-def _aggregation(metric: str, benchmark: BenchmarkConfig) -> Aggregation:
-    """lm-eval's function that computes the score of a metric from the values of all items.
-    UserError for functions whose standard error the outcomes of `_outcomes` do not give."""
-    tasks_by_name = tasks_and_groups(benchmark)["tasks"]
-    aggregation: Aggregation = metrics.mean
+def _check_metric(metric: str, benchmark: BenchmarkConfig) -> None:
+    """Raise UserError for a metric that lm-eval computes from all items together, such as mcc, f1
+    or BLEU, because an item has no outcome then."""
     single, *_ = parsed_metric(metric)
-    for name, task in tasks_by_name.items():
+    for name, task in tasks_and_groups(benchmark)["tasks"].items():
         aggregation = task.aggregation().get(single.partition(",")[0], metrics.mean)
-        if aggregation in _REFUSED or (single != metric and aggregation not in _MEANS):
+        if aggregation not in _MEANS:
             raise UserError(
                 f"benchmark {benchmark.name}: metric={metric} of {name} is a "
                 f"{aggregation.__name__}, which has no outcome of an item: expected another "
                 f"metric, such as {', '.join(task.aggregation())}"
             )
-    return aggregation
 
 
 def _result(
@@ -286,67 +270,16 @@ def _result(
     single, *_ = parsed_metric(metric)  # the metric of one answer
     rows = _rows_of_metric(single, all_rows, benchmark)
     metric_name = single.partition(",")[0]
-    outcomes = _outcomes(rows, metric_name, _aggregation(metric, benchmark))
-    samples = with_item_outcomes(
-        [_sample(result_name, metric_name, *pair) for pair in zip(rows, outcomes, strict=True)],
-        metric,
-    )
+    samples = with_item_outcomes([_sample(result_name, metric_name, row) for row in rows], metric)
     higher_is_better = rows[0].question.task.higher_is_better().get(metric_name, True)
     scale: Scale = "score" if higher_is_better else "loss"
     return mean_result(result_name, metric, samples, benchmark, scale), samples
 
 
-def _outcomes(rows: Sequence[_Row], metric_name: str, aggregation: Aggregation) -> list[float]:
-    """The outcome of each row. The mean outcome of a task is its score.
-
-    A metric of a whole set, such as mcc, f1 or BLEU, has no value for a single item: `_jackknife`
-    computes the outcomes.
-    """
-    if aggregation in _MEANS:
-        return [float(row.metrics[metric_name]) for row in rows]
-    outcomes: dict[str, float] = {}  # name of a question -> outcome
-    for task in dict.fromkeys(row.question.task for row in rows):
-        values = [
-            (row.question.name, row.metrics[metric_name])
-            for row in rows
-            if row.question.task is task
-        ]
-        outcomes |= _jackknife(values, aggregation)
-    return [outcomes[row.question.name] for row in rows]
-
-
-def _jackknife(values: Sequence[tuple[str, Any]], aggregation: Aggregation) -> dict[str, float]:
-    """Item -> outcome. `values`: (item, value) of each answer to an item.
-
-    The mean outcome is the score, `aggregation` of all values. Its standard error is that of the
-    delete-a-group jackknife: the score is computed again without each group of items. Up to
-    `GROUPS` items, each is a group of its own. Then the outcome is the score plus n - 1 times what
-    the item adds to it, compared with the other items.
-    """
-    items = list(dict.fromkeys(item for item, _ in values))
-    count = min(len(items), GROUPS)
-    # items of a group are far apart, because data sets may be sorted by label
-    group_of = {item: index % count for index, item in enumerate(items)}
-    score = aggregation([value for _, value in values])
-    scores_without = [score]
-    if count > 1:
-        scores_without = [
-            aggregation([value for item, value in values if group_of[item] != group])
-            for group in range(count)
-        ]
-    mean = math.fsum(scores_without[group] for group in group_of.values()) / len(items)
-    # So the variance of the mean of the n outcomes, each in its group of n / count items, is
-    # (count - 1) / count times the sum of squares over groups.
-    factor = math.sqrt((count - 1) * (len(items) - 1))
-    return {
-        item: float(score + factor * (mean - scores_without[group]))
-        for item, group in group_of.items()
-    }
-
-
-def _sample(result_name: str, metric: str, row: _Row, outcome: float) -> Sample:
+def _sample(result_name: str, metric: str, row: _Row) -> Sample:
     """The sample of a row. Without a generated text, the sample's output is the log-likelihoods as
     JSON. `metric`: name of the metric in lm-eval."""
+    outcome = float(row.metrics[metric])
     request_type = row.question.requests[0].request_type
     if request_type == "generate_until":
         # lm-eval has graded an unfinished thought as ""
