@@ -280,10 +280,9 @@ INVALID_COMBINATIONS: list[tuple[str, dict[str, Any], str]] = [
         {"name": "vllm", "arguments": {"tensor_parallel_size": "two"}},
         "arguments.tensor_parallel_size=two",
     ),
-    (
-        "resources",
-        {"every": {"sbatch": {"gpus-per-node": "a100:1"}}},
-        "every.sbatch.gpus-per-node .*expected gpus and",
+    *(
+        ("resources", {"every": {"sbatch": {name: value}}}, "every.sbatch.*gpu.*expected gpus and")
+        for name, value in (("gpus_per_node", "a100:1"), ("gres", "nvme:1,gpu:a100:1"))
     ),
     *(
         (

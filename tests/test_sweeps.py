@@ -108,11 +108,11 @@ def test_a_dry_run_for_slurm_prints_resources_of_jobs_and_submits_nothing(
     [configured] = [job for job in of_kind["search"] if job.get("partition") == "long"]
     [estimated] = [job for job in of_kind["search"] if "partition" not in job]
     assert (configured["array"], estimated["array"]) == ("0-7%8", "0-3%4"), "searches"
-    assert configured["gpus-per-node"] == "2"
+    assert configured["gres"] == "gpu:2"
     assert configured["time"] == "77"
-    assert estimated["gpus-per-node"] == "1"
+    assert estimated["gres"] == "gpu:1"
     assert estimated["time"] == "1440"
-    assert not any("gpus-per-node" in job for job in of_kind["scores"])
+    assert not any("gres" in job for job in of_kind["scores"])
     assert not (tmp_path / "store" / "runs").exists()
 
 

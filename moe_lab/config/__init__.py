@@ -3,6 +3,7 @@ heavy."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -54,7 +55,9 @@ SET_BY_MOE_LAB = {
     "mem": "memory",
     "cpus-per-task": "cpus",
     "cpus-per-gpu": "cpus",
-    "gpus-per-node": "gpus and gpu_type",
+    **dict.fromkeys(
+        ("gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task"), "gpus and gpu_type"
+    ),
     "tres-per-task": "gpus, gpu_type and cpus",
     "partition": "partition",
     "signal": "launcher.signal_seconds",
@@ -86,13 +89,15 @@ SET_BY_MOE_LAB = {
 
 def _further_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options of sbatch (name -> value), with hyphens instead of underscores in their names.
-    ValueError for an option in SET_BY_MOE_LAB."""
+    ValueError for an option in SET_BY_MOE_LAB, and for GPUs in `gres`."""
     options = {name.replace("_", "-"): value for name, value in options.items()}
     for name in options:
         if name in SET_BY_MOE_LAB:
             raise ValueError(
                 f"{name} is set by moe_lab: expected {SET_BY_MOE_LAB[name] or 'other options'}"
             )
+    if re.search(r"\bgpu\b", str(options.get("gres"))):
+        raise ValueError(f"gres={options['gres']} requests GPUs: expected gpus and gpu_type")
     return options
 
 
@@ -146,8 +151,7 @@ class JobConfig(Group):
         default_factory=dict
     )
     """Further options of sbatch by their long names, such as account: ours, qos: long, constraint:
-    h100. mem-per-cpu and mem-per-gpu stand for `memory`; gres, gpus, gpus-per-task and
-    gpus-per-socket for `gpus` and `gpu_type`."""
+    h100. mem-per-cpu and mem-per-gpu stand for `memory`."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before Python starts, such as module load cuda."""
 

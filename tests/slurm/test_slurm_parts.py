@@ -721,21 +721,8 @@ def test_resources_of_models_override_those_of_jobs() -> None:
     )
 
 
-@pytest.mark.parametrize("setting", ["gpus: 2", "gpu_type: a100"])
-def test_gpus_are_set_by_one_option(setting: str) -> None:
-    text = f"{{every: {{{setting}}}, jobs: {{evaluate: {{sbatch: {{gres: 'nvme:1,gpu:1'}}}}}}}}"
-    message = rf"evaluate jobs have .*{setting.replace(': ', '=')}.* and sbatch.gres=nvme"
-    with pytest.raises(UserError, match=message):
-        request_of([step_about()], text)
-
-
-def test_no_gpus_and_a_gres_are_no_conflict() -> None:
-    text = "{every: {gpus: 0, gpu_type: a100, sbatch: {gres: 'gpu:1'}}}"
-    assert request_of([step_about()], text)["gpus"] == 0
-
-
 def test_a_model_with_the_same_weights_has_the_same_resources() -> None:
-    cluster = "{every: {sbatch: {gpus: 1}}, models: {big: {gpus: 2, sbatch: {gpus: null}}}}"
+    cluster = "{every: {gpus: 1}, models: {big: {gpus: 2}}}"
     assert request_of([step_about(replace(BIG, name="big_top4", top_k=4))], cluster)["gpus"] == 2
 
 

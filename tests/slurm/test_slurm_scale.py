@@ -115,9 +115,8 @@ def test_a_thousand_cells_are_submitted_in_few_calls(
 JOBS = {
     "evaluate": "{partition: gpu, minutes: 7, setup: [module load cuda], gpu_type: a100, "
     "sbatch: {nodelist: n7, mem_per_gpu: 9G, gres: 'nvme:1'}}",
-    "statistics": "{memory: 0, sbatch: {gres: 'gpu:h100:1'}}",
-    "plan": "{gpus: 0, "
-    "sbatch: {mem_per_gpu: 9G, gres: 'gpu:1,nvme:1', account: null, hold: false}}",
+    "statistics": "{memory: 0, gpu_type: h100}",
+    "plan": "{gpus: 0, sbatch: {mem_per_gpu: 9G, gres: 'nvme:1', account: null, hold: false}}",
 }
 """Kind of jobs -> its resources in the study of `submission`."""
 
@@ -208,7 +207,7 @@ def test_settings_of_jobs_are_in_their_scripts(submission: Submission) -> None:
     assert "--mem-per-gpu=9G" in scripts["evaluate"]
     assert "--mem=" not in scripts["evaluate"] + scripts["statistics"]
     for kind, options in (
-        ("evaluate", ["--gpus-per-node=a100:1", "--gres=nvme:1"]),
+        ("evaluate", ["--gres=gpu:a100:1,nvme:1"]),
         ("statistics", ["--gres=gpu:h100:1"]),
         ("plan", ["--gres=nvme:1"]),
         ("record", []),

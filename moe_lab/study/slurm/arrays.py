@@ -44,34 +44,20 @@ HOST_MEMORY = 8.0
 """GiB of main memory of a GPU job, in addition to the weights that pass through it to the GPU."""
 
 
-def is_for_gpus(option: str, value: Any) -> bool:
-    """Whether an option of sbatch requests GPUs. A value of `gres` is a list such as
-    gpu:a100:2,nvme:1."""
-    if option == "gres":
-        return any(part.partition(":")[0] == "gpu" for part in str(value).split(","))
-    return option in ("gpus", "gpus-per-task", "gpus-per-socket")
-
-
-def job_options(sbatch: Mapping[str, Any], on_gpus: bool) -> dict[str, Any]:
-    """Name -> value of the options of sbatch for a job. `sbatch`: options in the settings. Options
-    about GPUs are left out unless `on_gpus`."""
-    options = {
-        name: value for name, value in sbatch.items() if value is not None and value is not False
-    }
-    if on_gpus:
-        return options
-    other_gres = [
-        part
-        for part in str(options.pop("gres", "")).split(",")
-        if part and not is_for_gpus("gres", part)
-    ]
+def job_options(resources: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> value of the options of sbatch for a job: those in the settings, and `gres` for its
+    GPUs. `resources`: of the job, as `job_resources` returns them."""
     options = {
         name: value
-        for name, value in options.items()
-        if not is_for_gpus(name, value) and name != "mem-per-gpu"
+        for name, value in resources["sbatch"].items()
+        if value is not None and value is not False
     }
-    if other_gres:
-        options["gres"] = ",".join(other_gres)
+    if resources["gpus"]:
+        type_and_count = (resources["gpu_type"], resources["gpus"])
+        gpus = ":".join(["gpu", *(str(part) for part in type_and_count if part)])
+        options["gres"] = f"{gpus},{options['gres']}" if "gres" in options else gpus
+    else:
+        options.pop("mem-per-gpu", None)
     return options
 
 
@@ -173,8 +159,8 @@ def job_resources(
 ) -> dict[str, Any]:
     """Field of JobConfig -> value, for a job that computes `steps` one after another. The kind of
     its jobs and the model of the first step select the settings. "gpus", "cpus", "memory" (GiB) and
-    "minutes" are estimated if not set. `time_limits`: partition -> minutes. UserError if options of
-    sbatch and other settings both request GPUs, or if a step is too large for the GPUs."""
+    "minutes" are estimated if not set. `time_limits`: partition -> minutes. UserError if a step is
+    too large for the GPUs."""
     resources = list(map(_known_resources, steps))
     model = resources[0].model
     kind = job_kind(steps[0])
@@ -182,23 +168,12 @@ def job_resources(
     model_config = settings.of_model(model) if model else None
     job_config = merge_configs([settings.every, kind_config, model_config])
     count = job_config["gpus"]
-    options = job_options(job_config["sbatch"], on_gpus=True)
-    gpu_options = [
-        f"sbatch.{name}={value}" for name, value in options.items() if is_for_gpus(name, value)
-    ]
-    # a job on the CPU (gpus=0) is submitted without the options for GPUs
-    if gpu_options and count != 0 and (count or job_config["gpu_type"]):
-        setting = f"gpus={count}" if count else f"gpu_type={job_config['gpu_type']}"
-        raise UserError(
-            f"resources: {kind} jobs have {setting} and {gpu_options[0]}: expected only "
-            "one of these"
-        )
     if count is None:
         count = max(needs.gpus(settings.gpu_memory) for needs in resources)
         max_memory = MEMORY_TOLERANCE * settings.gpu_memory
         too_large = [step for step in steps if not step.resources().fits(count, max_memory)]
         # without config.json, the memory is a guess, which is no reason to refuse the step
-        if model and too_large and not gpu_options and config_of(model):
+        if model and too_large and config_of(model):
             can_divide = model.device in DEVICE_MAPS or resources[0].weights == "layers"
             has_text = hasattr(too_large[0], "text")
             raise UserError(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from moe_lab.study.slurm import scheduler
 from moe_lab.study.slurm.arrays import (
     Array,
     divide_into_arrays,
-    is_for_gpus,
     job_options,
     job_resources,
     merge_configs,
@@ -214,8 +212,7 @@ class Submission:
             with scheduler.submission_environment(options):
                 ids = self._submit_array(executor, self._functions(array))
         except (FailedJobError, FailedSubmissionError) as error:
-            sbatch_options = job_options(array.resources["sbatch"], array.resources["gpus"] > 0)
-            requested = {**array.resources, **sbatch_options, "sbatch": None}
+            requested = {**array.resources, **job_options(array.resources), "sbatch": None}
             message = " ".join(str(error).split())
             request = " ".join(f"{key}={value}" for key, value in requested.items() if value)
             raise UserError(
@@ -267,14 +264,15 @@ def job_parameters(array: Array, study: Study, dependency: Mapping[str, str]) ->
     name, if the jobs wait for others."""
     settings = study.config.launcher
     resources = array.resources
-    sbatch_options = job_options(resources["sbatch"], resources["gpus"] > 0)
-    parameters = {"kill-on-invalid-dep": "yes", "requeue": True, **dependency, **sbatch_options}
+    parameters = {
+        "kill-on-invalid-dep": "yes",
+        "requeue": True,
+        **dependency,
+        **job_options(resources),
+    }
     node_options = {"partition": resources["partition"]} if resources["partition"] else {}
     if resources["memory"] and not any(key.startswith("mem-per-") for key in parameters):
         node_options["mem"] = f"{max(1, round(resources['memory'] * 1024))}M"
-    if resources["gpus"] and not any(starmap(is_for_gpus, sbatch_options.items())):
-        type_and_count = (resources["gpu_type"], resources["gpus"])
-        node_options["gpus_per_node"] = ":".join(str(part) for part in type_and_count if part)
     return {
         "job_name": f"{study.config.study}.{array.kind}",
         "time": resources["minutes"],
