@@ -87,18 +87,14 @@ def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return _stack_by_cell(shares, ("layer", "expert", "share", "constant", "merged"))
 
 
-def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
-    """What the plan of each cell removes; NaN if the plan is missing. The frame has the index of
-    `cells`. Columns:
-
-    - removed: share of the experts, or of the experts' channels if the plan removes channels
-    - plan: the plan's layers as JSON
-    """
-    rows = {}
-    for cell, plan in _read_documents(cells, "plan", reader).items():
-        shares = np.concatenate([_layer_shares(layer) for layer in plan["layers"].values()])
-        rows[cell] = {"removed": 1 - float(shares.mean()), "plan": json.dumps(plan["layers"])}
-    return _by_cell(rows, ["removed", "plan"]).reindex(cells.index)
+def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.Series:
+    """Share of the experts that the plan of each cell removes, or of the experts' channels if the
+    plan removes channels; NaN if the plan is missing."""
+    removed = {
+        cell: 1 - np.concatenate(list(map(_layer_shares, plan["layers"].values()))).mean()
+        for cell, plan in _read_documents(cells, "plan", reader).items()
+    }
+    return pd.Series(removed, cells.index, dtype=float)
 
 
 def _layer_shares(layer: Mapping[str, Any]) -> np.ndarray:

@@ -79,19 +79,17 @@ ROUNDING = 5e-4
 ratio."""
 
 
-def removed_text(shares: pd.Series, requested: Sequence[float]) -> str:
-    """Text with the range of the removed shares and with the requested ratios: `28.1 to 29 % (30 %
-    requested)`. If all shares equal the only requested ratio up to ROUNDING, the text is this
-    ratio: `30 %`.
+def removed_text(shares: pd.Series, requested: float) -> str:
+    """Text with the range of the removed shares and with the requested ratio: `28.1 to 29 % (30 %
+    requested)`. If all shares equal the requested ratio up to ROUNDING, the text is this ratio:
+    `30 %`.
 
     shares: share that each plan removes, NaN if unknown.
-    requested: all requested ratios of these plans.
     """
     known_shares = shares.dropna()
-    requested_text = names.enumeration(map(names.ratio, requested))
-    if len(requested) == 1 and (known_shares.sub(requested[0]).abs() < ROUNDING).all():
-        return requested_text
-    return f"{names.limits(100 * known_shares, '{:.3g}')} % ({requested_text} requested)"
+    if (known_shares.sub(requested).abs() < ROUNDING).all():
+        return names.ratio(requested)
+    return f"{names.limits(100 * known_shares, '{:.3g}')} % ({names.ratio(requested)} requested)"
 
 
 METHOD = ["method", "calibration", "gate"]

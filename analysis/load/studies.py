@@ -159,7 +159,7 @@ def _join_cells(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge entries of one cell, or of cells with equal results. Each field is copied from the
+    """Merge entries of one cell. Each field is copied from the
     first entry in which the field is not empty. The fields _DICTIONARIES are merged key by key."""
     dictionaries = {
         name: _first_values([entry[name] for entry in entries]) for name in _DICTIONARIES

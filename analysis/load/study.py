@@ -205,52 +205,14 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
             )
         if is_repeated[cell]:
             reader.record_gap("listed twice, counted once", label_of_cell[cell])
-    return _merge_equal_ratios(cells[~is_repeated], entries, reader)
-
-
-def _merge_equal_ratios(
-    cells: pd.DataFrame, entries: Entries, reader: Reader
-) -> tuple[pd.DataFrame, Entries]:
-    """Merge ratios at which all cells of a model have the same plans. Rounding to whole experts can
-    give the same plan for two ratios.
-
-    Returns (rows, entries): the frame `Study.cells`, and index of a row -> entry in the record.
-    """
-    cells = cells.join(plans.removed_shares(_add_folders(cells, entries), reader))
-    cells["requested"] = cells["ratio"]
-    # from here on, cells that are to be merged have equal values of all AXES
-    cells["ratio"] = _lowest_equal_ratio(cells)
-    for _, ratio_cells in groups(cells, ["model", "ratio"]):
-        requested_ratios = sorted(set(ratio_cells["requested"]))
-        cells.loc[ratio_cells.index, "removed_text"] = removed_text(
-            ratio_cells["removed"], requested_ratios
-        )
-    merged_entries: dict[int, Mapping[str, Any]] = {}
-    # sorted by requested ratio, so that a merged row has the index of the lowest ratio's cell
-    cells_by_axes = cells.sort_values("requested", kind="stable").groupby(list(AXES), sort=False)
-    for members in cells_by_axes.groups.values():
-        merged_entries[int(members[0])] = studies.joined_entry(
-            [entries[member] for member in members]
-        )
-    rows = _add_folders(cells.loc[sorted(merged_entries)], merged_entries)
+    rows = _add_folders(cells[~is_repeated], entries)
+    rows["removed"] = plans.removed_shares(rows, reader)
+    for key, plans_of_ratio in groups(rows, ["model", "ratio"]):
+        text = removed_text(plans_of_ratio["removed"], key["ratio"])
+        rows.loc[plans_of_ratio.index, "removed_text"] = text
     # a cell whose plan is missing counts as one that removes the requested ratio
-    rows = rows.assign(removed=rows["removed"].fillna(rows["ratio"]).astype(float))
-    return rows.drop(columns=["plan", "requested"]), merged_entries
-
-
-def _lowest_equal_ratio(cells: pd.DataFrame) -> pd.Series:
-    """For each cell, the lowest ratio at which the cell's model has the same plans as at the cell's
-    ratio."""
-    other_axes = [axis for axis in AXES if axis != "ratio"]
-    lowest_ratios = cells["ratio"].copy()
-    lowest_with_plans: dict[frozenset[Any], float] = {}
-    for key, ratio_cells in groups(cells.sort_values("ratio"), ["model", "ratio"]):
-        if ratio_cells["plan"].notna().all():
-            axes_and_plans = ratio_cells[[*other_axes, "plan"]].itertuples(index=False, name=None)
-            # ratios ascend, so the first ratio that sets an entry is the lowest with these plans
-            lowest = lowest_with_plans.setdefault(frozenset(axes_and_plans), key["ratio"])
-            lowest_ratios[ratio_cells.index] = lowest
-    return lowest_ratios
+    rows["removed"] = rows["removed"].fillna(rows["ratio"])
+    return rows, {cell: entries[cell] for cell in rows.index}
 
 
 def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:

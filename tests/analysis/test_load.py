@@ -16,7 +16,7 @@ import synthetic_plans
 from handmade import results_of, table_of
 from synthetic import edited_document, record_path, write_json, write_store
 
-from moe_lab.analysis.load import plans, studies
+from moe_lab.analysis.load import plans
 from moe_lab.analysis.load import settings as cell_settings
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.outputs.captions import MEBIBYTE as MIB
@@ -326,58 +326,28 @@ def test_inconsistent_scores_have_intervals_of_their_error(store: Path, scale: s
     assert np.isnan([comparison.difference(("gsm8k",), 1, other).p for other in (2, 3)]).all()
 
 
-def test_ratios_with_equal_plans_are_one_row(tmp_path: Path) -> None:
-    """Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts; of
-    channels they are."""
-    store = write_store(
-        tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27, 0.45, 0.5), tasks=("rte",)
-    )
+def test_rounded_ratios_are_named(tmp_path: Path) -> None:
+    """Of 32 experts a quarter goes at 25 and at 27 %, and 45 % are no whole number of experts."""
+    store = write_store(tmp_path, criteria=("reap",), ratios=(0.25, 0.27, 0.45), tasks=("rte",))
     study = load(store, "made_up")
-    columns = study.cells[["ratio", "removed", "removed_text"]].drop_duplicates().to_dict("list")
-    assert columns["ratio"] == [0, 0.25, 0.45, 0.5]
-    assert columns["removed"] == [0, 0.25, 7 / 16, 0.5]
-    labels = ["0 %", "25 % (25 % and 27 % requested)", "43.8 % (45 % requested)", "50 %"]
-    assert columns["removed_text"] == labels
-    assert len(study.cells) == 1 + 2 * 3
-    rows = table_of(benchmark_table, Results(study)).frame
-    assert rows.groupby("Criterion")["Pruned"].agg(list)["REAP"] == labels[1:]
-
-
-def test_ratios_with_different_plans_are_two_rows(tmp_path: Path) -> None:
-    store = write_store(
-        tmp_path, criteria=("reap", "channel_activation"), ratios=(0.25, 0.27), tasks=("rte",)
-    )
-    ratios = load(store, "made_up").cells.groupby("method")["ratio"].agg(list)
-    assert ratios["reap"] == ratios["channel_activation"] == [0.25, 0.27]
-
-
-def test_row_of_equal_ratios_has_the_results_of_both(
-    tmp_path: Path,
-) -> None:
-    store = write_store(tmp_path, criteria=("reap", "man"), ratios=(0.25, 0.27), tasks=("rte",))
-    with edited_document(record_path(store)) as record:
-        _, lower, _, higher, _ = record["cells"]
-        lower |= {"evaluate": {"rte": None}, "cost": None, "errors": {"rte": "out of memory"}}
-    study = load(store, "made_up")
-    assert not study.gaps
-    assert set(study.results["cell"]) == set(study.costs.index) == set(study.cells.index)
-    assert study.cells.loc[1, "cost_folder"] == higher["cost"]
-    assert study.document == studies.combined_record(store, ["made_up"])
+    assert study.cells["removed"].tolist() == [0, 0.25, 0.25, 7 / 16]
+    labels = ["0 %", "25 %", "25 % (27 % requested)", "43.8 % (45 % requested)"]
+    assert study.cells["removed_text"].tolist() == labels
 
 
 @pytest.mark.parametrize(
     ("shares", "requested", "label"),
     [
-        ([0.5, 0.49996], [0.5], "50 %"),
-        ([1 / 3], [0.33333], "33.333 %"),
-        ([0.125], [0.179195], "12.5 % (17.9195 % requested)"),
-        ([0.25, 0.28125, math.nan], [0.3], "25 to 28.1 % (30 % requested)"),
-        ([0.0], [0.02], "0 % (2 % requested)"),
-        ([math.nan], [0.3], "30 %"),
+        ([0.5, 0.49996], 0.5, "50 %"),
+        ([1 / 3], 0.33333, "33.333 %"),
+        ([0.125], 0.179195, "12.5 % (17.9195 % requested)"),
+        ([0.25, 0.28125, math.nan], 0.3, "25 to 28.1 % (30 % requested)"),
+        ([0.0], 0.02, "0 % (2 % requested)"),
+        ([math.nan], 0.3, "30 %"),
     ],
 )
 def test_removed_share_is_shown_with_the_requested_one(
-    shares: list[float], requested: list[float], label: str
+    shares: list[float], requested: float, label: str
 ) -> None:
     assert cell_settings.removed_text(pd.Series(shares), requested) == label
 
