@@ -55,8 +55,7 @@ class Results:
 
     @cached_property
     def rankings(self) -> list[Ranking]:
-        """Rankings of methods by their scores: one for each model, ratio and gate, then one over
-        models for each ratio and gate."""
+        """Rankings of methods by their scores: one for each model, ratio and gate."""
         return rankings(self.comparisons)
 
     @cached_property

@@ -22,7 +22,6 @@ from moe_lab.analysis.render.table import SCORE, Columns, Table, display_frame, 
 from moe_lab.analysis.stats import overlap
 from moe_lab.analysis.stats.cell_scores import differences, mean_target, mean_text
 from moe_lab.analysis.stats.comparison import Comparison
-from moe_lab.analysis.stats.ranking import ALL_MODELS
 
 EQUAL_COLUMNS = ["ratio", "method", "gate"]
 """Cells with equal values in these columns are compared across calibration sets."""
@@ -255,7 +254,7 @@ def overlap_maps(results: Results) -> list[Item]:
         return []
     frames = [overlaps]
     if overlaps["model"].nunique() > 1:
-        frames.insert(0, overlap.mean_over_models(overlaps).assign(model=ALL_MODELS))
+        frames.insert(0, overlap.mean_over_models(overlaps).assign(model="all models"))
     rows = pd.concat(frames).sort_values("ratio", kind="stable")
     pruned = rows["ratio"].map(names.ratio)
     b, alpha, beta = (rows[name].astype(int).astype(str) for name in overlap.VARIANT)

@@ -69,7 +69,7 @@ def ranking_table(results: Results) -> Table:
     sentences = (
         mean_definitions(results.comparisons),
         _SHARED_RANKS,
-        "Spread: standard deviation between seeds, or models." if "Spread" in rows.frame else "",
+        "Spread: standard deviation between seeds." if "Spread" in rows.frame else "",
         _caption(rankings),
         score_setup(results.study),
     )

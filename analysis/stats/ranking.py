@@ -9,7 +9,7 @@ its plan says nothing about plans of other seeds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.reader import records
-from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.chance import Chance, chance_by_model
 from moe_lab.analysis.stats.comparison import (
     Comparison,
@@ -30,7 +29,6 @@ from moe_lab.analysis.stats.quantity import PRINTED_DECIMALS, Quantity
 from moe_lab.analysis.stats.uncertainty import LEVEL, Estimate
 from moe_lab.result_files import RANDOM
 
-ALL_MODELS = "all models"
 BEST, TIED, SEPARATED, UNTESTED = "best", "not separated", "separated", "not tested"
 """Verdicts on methods with several seeds, from their comparison with the best such method."""
 ABOVE_CHANCE, WITHIN_CHANCE, BELOW_CHANCE = "above chance", "within chance", "below chance"
@@ -42,15 +40,13 @@ class Ranking:
     """The plans of one model, ratio and gate, sorted from the best to the worst."""
 
     model: str
-    request: tuple[float, str]
-    """Requested ratio, and gate."""
     pruned_text: str
     """Text with the removed share, and with the gate if the model has several."""
     quantity: Quantity
     rows: pd.DataFrame
     """One row per plan, with index cell. Columns:
 
-    - criterion, method, calibration; for a single model also granularity and recovery
+    - criterion, method, calibration, granularity and recovery
     - seeds: number of seeds
     - score, low, high: displayed score and the ends of its interval
     - over: text that names what the interval is over, `items` or `3 seeds and items`
@@ -60,14 +56,14 @@ class Ranking:
     - behind, behind_low, behind_high, p: how much worse than the best method, with the ends of the
       interval and the p-value
     - chance: ABOVE_CHANCE, WITHIN_CHANCE or BELOW_CHANCE, "" if unknown
-    - chance_low, chance_high: for a single model, displayed ends of the band of random plans
+    - chance_low, chance_high: displayed ends of the band of random plans
     - verdict: BEST, TIED, SEPARATED or UNTESTED, "" for a method with one seed
     - status: chance, then the verdict unless the plan is within or below chance
     """
     unpruned_score: float
-    plans_tested: int = 0
+    plans_tested: int
     """Number of plans of the model that are compared with chance."""
-    chance: dict[Kind, Chance] = field(default_factory=dict)
+    chance: dict[Kind, Chance]
     """Kind of plan -> chance, for kinds with random plans of at least two seeds whose scores
     differ."""
 
@@ -115,10 +111,9 @@ class _Group:
 
 
 def rankings(comparisons: Sequence[Comparison]) -> list[Ranking]:
-    """A ranking for each model, ratio and gate, then the rankings over models."""
+    """A ranking for each model, ratio and gate."""
     groups = [group for comparison in comparisons for group in _groups(comparison)]
-    model_rankings = [_ranking(group, groups) for group in groups]
-    return [*model_rankings, *_rankings_over_models(model_rankings)]
+    return [_ranking(group, groups) for group in groups]
 
 
 def _groups(comparison: Comparison) -> Iterator[_Group]:
@@ -164,7 +159,6 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     rows = _add_verdicts(rows, methods, leads, quantity)
     return Ranking(
         comparison.model,
-        group.request,
         group.pruned_text,
         quantity,
         rows,
@@ -258,73 +252,6 @@ def _add_chance(
     return rows.assign(chance=chance_texts, chance_low=low, chance_high=high)
 
 
-def _rankings_over_models(rankings: Sequence[Ranking]) -> Iterator[Ranking]:
-    """Yield a ranking over models for each ratio and gate that several models have. The ranking
-    contains the plans for which all these models have a score.
-
-    rankings: the rankings of single models.
-    """
-    models = {ranking.model for ranking in rankings}
-    for request in dict.fromkeys(ranking.request for ranking in rankings):
-        model_rankings = [ranking for ranking in rankings if ranking.request == request]
-        if len(model_rankings) < 2 or len({ranking.quantity for ranking in model_rankings}) > 1:
-            continue
-        plans = pd.concat(
-            [
-                ranking.scored_rows.set_index(["criterion", "method", "calibration"])
-                for ranking in model_rankings
-            ],
-            axis=1,
-            join="inner",
-        )
-        if len(plans) > 1:
-            label = ALL_MODELS
-            if len(model_rankings) < len(models):
-                label = names.enumeration(ranking.model for ranking in model_rankings)
-            yield _ranking_over_models(model_rankings, plans, label)
-
-
-def _ranking_over_models(
-    model_rankings: Sequence[Ranking], plans: pd.DataFrame, label: str
-) -> Ranking:
-    """Rank plans by the mean of their scores over models. Intervals and tests take the models as a
-    sample of all models.
-
-    plans: the columns of `Ranking.rows` for each model, so that a name stands for several columns.
-    """
-    quantity = model_rankings[0].quantity
-    table = quantity.to_computed(plans[["score"]])
-    table = table.loc[quantity.sort_best_first(table.mean(axis=1)).index]
-    unpruned_scores = quantity.to_computed([ranking.unpruned_score for ranking in model_rankings])
-    unpruned_score = float(quantity.to_displayed(np.mean(unpruned_scores)))
-    scores = table.to_numpy(float)
-    means = [uncertainty.crossed_estimate([uncertainty.blocks(row[None])]) for row in scores]
-    ends = [(mean.value, *mean.interval) for mean in means]
-    score, low, high = quantity.to_displayed(np.transpose(ends))
-    rows = table.index.to_frame(index=False).assign(
-        # the smallest number of seeds on a model
-        seeds=plans[["seeds"]].min(axis=1)[table.index].to_numpy(),
-        over=names.count(len(model_rankings), "model"),
-        score=score,
-        low=low,
-        high=high,
-        spread=quantity.to_displayed(scores).std(axis=1, ddof=1),
-        share=score / unpruned_score,
-        chance="",
-    )
-    methods = _comparable_methods(rows)
-    # labels of `rows` are positions, so they also select rows of `scores`; a model is a block
-    stratum = uncertainty.blocks(scores[methods])
-    pairs = [
-        uncertainty.crossed_estimate([uncertainty.blocks(scores[methods[:1]] - scores[[other]])])
-        for other in methods[1:]
-    ]
-    leads = uncertainty.leads_of_best(pairs, [stratum], np.arange(len(methods))) if pairs else []
-    rows = _add_verdicts(rows, methods, leads, quantity).rename_axis("cell")
-    pruned_text = " / ".join(dict.fromkeys(ranking.pruned_text for ranking in model_rankings))
-    return Ranking(label, model_rankings[0].request, pruned_text, quantity, rows, unpruned_score)
-
-
 def plan_name(row: Mapping[str, object]) -> str:
     """Name of a plan: `REAP on Code`, or `Magnitude` for a method without calibration data."""
     method = names.method(str(row["method"]))
@@ -347,35 +274,28 @@ def overview(rankings: Sequence[Ranking]) -> list[str]:
     return []
 
 
-def remarks(ranking: Ranking) -> list[str]:
-    """A sentence on the limit of chance for each kind of plans."""
-    sentences = [_chance_sentence(ranking, kind, chance) for kind, chance in ranking.chance.items()]
-    return list(filter(None, sentences))
-
-
-def _chance_sentence(ranking: Ranking, kind: Kind, chance: Chance) -> str:
-    """A sentence on the limit of chance for the plans of a kind; "" without such plans."""
-    granularity, recovery = kind
-    rows = ranking.competing_rows
-    rows = rows[(rows["granularity"] == granularity) & (rows["recovery"] == recovery)]
-    if rows.empty:
-        return ""
+def remarks(ranking: Ranking) -> Iterator[str]:
+    """Yield a sentence on the limit of chance for each kind of plans."""
     quantity = ranking.quantity
-    limit = chance.mean + quantity.sign * chance.margin(ranking.plans_tested)
-    pooling = (
-        f"pooled over {names.count(chance.models, 'model')}"
-        if chance.models > 1
-        else "of this model alone"
-    )
-    if chance.spreads_differ:
-        pooling += ", as spreads differ between models"
-    loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
-    return (
-        f"Limit of chance {quantity.to_displayed(limit):.3f}, from "
-        f"{names.count(chance.plans, 'random plan')} with mean "
-        f"{quantity.to_displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
-        f"{chance.spread:.3f} {pooling}."
-    )
+    for (granularity, recovery), chance in ranking.chance.items():
+        rows = ranking.competing_rows
+        if rows[(rows["granularity"] == granularity) & (rows["recovery"] == recovery)].empty:
+            continue
+        limit = chance.mean + quantity.sign * chance.margin(ranking.plans_tested)
+        pooling = (
+            f"pooled over {names.count(chance.models, 'model')}"
+            if chance.models > 1
+            else "of this model alone"
+        )
+        if chance.spreads_differ:
+            pooling += ", as spreads differ between models"
+        loss_phrase = "of the loss " if quantity.scale == "perplexity" else ""
+        yield (
+            f"Limit of chance {quantity.to_displayed(limit):.3f}, from "
+            f"{names.count(chance.plans, 'random plan')} with mean "
+            f"{quantity.to_displayed(chance.mean):.3f}, standard deviation {loss_phrase}"
+            f"{chance.spread:.3f} {pooling}."
+        )
 
 
 def scored_plans(rankings: Sequence[Ranking], comparisons: Sequence[Comparison]) -> pd.DataFrame:
@@ -441,13 +361,12 @@ def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
 def headline(rankings: Sequence[Ranking]) -> str:
     """The main finding in one sentence: on how many models a plan is above chance, or the best plan
     of each model where nothing is compared with chance."""
-    single = [ranking for ranking in rankings if ranking.model != ALL_MODELS]
-    compared = [ranking for ranking in single if ranking.chance]
+    compared = [ranking for ranking in rankings if ranking.chance]
     if not compared:
         best = [
             f"{plan_name(records(ranking.scored_rows)[0])} on {ranking.model} "
             f"({ranking.pruned_text} pruned)"
-            for ranking in single[:MAX_ENTRIES]
+            for ranking in rankings[:MAX_ENTRIES]
         ]
         return f"First by average: {names.enumeration(best)}." if best else "No plan was scored."
     above: dict[str, list[str]] = {}  # model -> criteria above chance

@@ -113,13 +113,6 @@ def crossed_estimate(strata: Sequence[Stratum]) -> Estimate:
     return Estimate(value, float(np.sqrt(variance)), float(degrees_of_freedom))
 
 
-def blocks(table: np.ndarray) -> Stratum:
-    """The stratum of a table of numbers (replicates, blocks), when the score of a replicate is the
-    mean of its numbers."""
-    count = table.shape[-1]
-    return Stratum(table / count, np.full(count, 1 / count))
-
-
 def leads_of_best(
     pairs: Sequence[Estimate], strata: Sequence[Stratum], methods: np.ndarray
 ) -> list[Estimate]:

@@ -117,9 +117,8 @@ def models_of_one_seed() -> list[Comparison]:
 
 
 def test_one_seed_separates_no_methods(models_of_one_seed: list[Comparison]) -> None:
-    """Also over models."""
     rankings = ranking.rankings(models_of_one_seed)
-    assert len(rankings) == 4
+    assert len(rankings) == 3
     assert all(result.rows["verdict"].eq("").all() for result in rankings)
     text = ranking.ranking_text(rankings)
     assert not re.search("best|separated|beyond", text)
@@ -324,28 +323,12 @@ def test_models_whose_units_differ_are_not_pooled() -> None:
         quantities = {"gsm8k": Quantity("loss", unit)}
         models.append(replace(with_random_plans(model, (20, 30, 40)), quantities=quantities))
     rankings = ranking.rankings(models)
-    assert [result.model for result in rankings] == ["a", "b"], "there is none over both"
     assert [result.chance["expert", "none"].models for result in rankings] == [1, 1]
-
-
-def test_ranking_over_exactly_two_models() -> None:
-    *_, both = of_models({"a": (20, 30, 40), "b": (20, 32, 44)})
-    assert both.model == ranking.ALL_MODELS
-    assert both.rows["over"].eq("2 models").all()
-    scores = both.rows.set_index("method")["score"]
-    assert scores.to_dict() == pytest.approx({"man": 0.6, "random": 0.31})
-
-
-def test_ranking_over_some_models_names_them() -> None:
-    ratios = {"a": 0.5, "b": 0.5, "c": 0.25}
-    models = [with_random_plans(model, (20, 30, 40), ratio) for model, ratio in ratios.items()]
-    rankings = ranking.rankings(models)
-    assert [result.model for result in rankings] == ["a", "b", "c", "a and b"]
 
 
 def test_equal_spreads_of_random_plans_are_pooled_over_models() -> None:
     alike = {"a": (20, 30, 40), "b": (42, 48, 60), "c": (20, 28, 42)}
-    rankings = of_models(alike)[:3]
+    rankings = of_models(alike)
     samples = [np.array(counts) / 100 for counts in alike.values()]
     pooled = np.sqrt(np.mean([scores.var(ddof=1) for scores in samples]))
     assert bartlett(*samples).pvalue > 0.05
@@ -362,7 +345,7 @@ def test_unequal_spreads_of_random_plans_are_not_pooled() -> None:
     apart = {"a": (30, 30, 31), "b": (20, 48, 80)}
     samples = [np.array(counts) / 100 for counts in apart.values()]
     assert bartlett(*samples).pvalue < 0.05
-    *rankings, _ = of_models(apart)
+    rankings = of_models(apart)
     for result, scores in zip(rankings, samples, strict=True):
         [chance] = result.chance.values()
         assert chance.spreads_differ
@@ -389,27 +372,6 @@ def test_plans_are_matched_by_seed_or_single(several: Comparison) -> None:
     same_study = comparison_of(axes, {"gsm8k": [first_solved(count, 60) for count in counts]})
     in_order = same_study.difference(("gsm8k",), 1, 3)
     assert in_order.value == pytest.approx(10 / 60), "without common seeds"
-
-
-def test_models_are_random_effects() -> None:
-    """Two methods: the studentised range is a t-test of differences, with the freedom of models."""
-    scores = {"a": (30, 20), "b": (40, 31), "c": (36, 20)}
-    axes = [UNPRUNED, *(cell(name, seed=seed) for name in ("reap", "ean") for seed in (1, 2))]
-    compared = []
-    for model, (reap, ean) in scores.items():
-        outcomes = [first_solved(count, 60) for count in (60, reap, reap, ean, ean)]
-        compared.append(replace(comparison_of(axes, {"gsm8k": outcomes}), model=model))
-    cells = compared[0].all_cells
-    rounded = cells["removed_text"].replace("50 %", "46.9 % (50 % requested)")
-    compared[0] = replace(compared[0], all_cells=cells.assign(removed_text=rounded))
-    *_, together = ranking.rankings(compared)
-    assert together.model == ranking.ALL_MODELS
-    assert together.pruned_text == "46.9 % (50 % requested) / 50 %"
-    differences = np.array([10, 9, 16]) / 60
-    row = together.rows.iloc[1]
-    assert row["p"] == pytest.approx(ttest_1samp(differences, 0).pvalue)
-    assert row["behind"] == pytest.approx(differences.mean())
-    assert row["verdict"] == "separated"
 
 
 def test_ranking_lists_all_plans_best_first(several: Comparison) -> None:
