@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -348,27 +348,9 @@ def tally(verdicts: Sequence[str]) -> str:
     return names.enumeration(f"{count:,} {phrase}" for phrase, count in counts.items() if count)
 
 
-MOST_REASONS = 6
-"""Largest number of reasons that a summary lists."""
-
-
 def summary(verdicts: Sequence[str]) -> list[str]:
-    """Sentences that count verdicts and list the most frequent reasons why numbers cannot be
-    compared."""
+    """A sentence that counts verdicts; [] without verdicts."""
     if not verdicts:
         return []
-    sentences = [
-        f"{len(verdicts):,} printed numbers have a counterpart in this study: {tally(verdicts)}."
-    ]
-    reasons = Counter(
-        reason
-        for verdict in verdicts
-        if verdict.startswith(INCOMPARABLE)
-        for reason in verdict.removeprefix(INCOMPARABLE).split("; ")
-    )
-    if reasons:
-        reasons_text = "; ".join(
-            f"{reason} ({count:,} times)" for reason, count in reasons.most_common(MOST_REASONS)
-        )
-        sentences.append(f"Most frequent reasons why numbers cannot be compared: {reasons_text}.")
-    return sentences
+    count = f"{len(verdicts):,} printed numbers have a counterpart in this study"
+    return [f"{count}: {tally(verdicts)}."]
