@@ -15,7 +15,7 @@ from moe_lab import progress
 from moe_lab.analysis import names
 from moe_lab.analysis.differences import page_answers, page_plans
 from moe_lab.analysis.load.settings import removed_noun
-from moe_lab.analysis.load.study import Study, load
+from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.names import capitalised, count
 from moe_lab.analysis.outputs.captions import pass_setup, run_setup, score_setup
 from moe_lab.analysis.published.numbers import TABLES, numbers, summary
@@ -115,11 +115,6 @@ PUBLISHED = "published"
 """Anchor of the chapter that compares the study with the papers."""
 ItemsByOutput = Mapping[str, Sequence[Item]]
 """Name of an output of the page -> its written tables and figures."""
-
-
-def write(store: Path | str, study: str, out: Path | str) -> Path:
-    """Load a study and write its page, tables and figures into `out`; returns the page's path."""
-    return write_report(Publisher(Results(load(Path(store), study)), Path(out)))
 
 
 def write_report(publisher: Publisher) -> Path:

@@ -18,6 +18,7 @@ from subprocess import DEVNULL
 from benchmarks.measure import timed
 from moe_lab.analysis import report
 from moe_lab.analysis.load.study import load
+from moe_lab.analysis.registry import Results
 from moe_lab.start import command
 
 REBUILD, LOAD = 60, 5
@@ -51,7 +52,12 @@ def main() -> int:
         root = Path(folder)
         study = write_store(root / "study", ratios=(0.125, 0.25, 0.375, 0.5, 0.625, 0.75))
         cells = len(load(study, "made_up").cells)
-        _, wall, rebuild_cpu = timed(lambda: report.write(study, "made_up", root / "out"))
+
+        def rebuild() -> Path:
+            results = Results(load(study, "made_up"))
+            return report.write_report(report.Publisher(results, root / "out"))
+
+        _, wall, rebuild_cpu = timed(rebuild)
         files = sum(path.is_file() for path in (root / "out").rglob("*"))
         print(f"rebuild: {cells} cells, {files} files: {_seconds(wall, rebuild_cpu, REBUILD)}")
         ratios = [number / 128 for number in range(1, 53)]

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import golden_store
 import pytest
+from handmade import report_of
 from synthetic import CALIBRATIONS, write_store
 
-from moe_lab.analysis import report
 from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.registry import Results
 
@@ -31,7 +31,7 @@ def results(small: Path) -> Results:
 @pytest.fixture(scope="session")
 def small_report(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of the small store."""
-    return report.write(small, "made_up", tmp_path_factory.mktemp("report"))
+    return report_of(small, tmp_path_factory.mktemp("report"))
 
 
 @pytest.fixture(scope="session")

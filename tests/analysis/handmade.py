@@ -2,6 +2,7 @@
 eye."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pandas as pd
 from synthetic_plans import granularity
 
 from moe_lab.analysis import names
-from moe_lab.analysis.load.study import Study
+from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.published.numbers import PublishedNumber, numbers, split
 from moe_lab.analysis.registry import Results
 from moe_lab.analysis.render.table import Table
+from moe_lab.analysis.report import Publisher, write_report
 from moe_lab.analysis.stats.comparison import Comparison, displayed_columns
 from moe_lab.result_files import OWN
 
@@ -27,6 +29,11 @@ UNPRUNED = {
 SCORES = {"metric": "acc", "scale": "score", "unit": ""}
 """Fields of a result whose score is a share of right answers."""
 COSTS = ("routed_kept", "flops_ratio", "storage_bytes")
+
+
+def report_of(store: Path, out: Path) -> Path:
+    """Write the report of a synthetic store into `out`; returns the path of its page."""
+    return write_report(Publisher(Results(load(store, "made_up")), out))
 
 
 def cell(

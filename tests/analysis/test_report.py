@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 
 import pandas as pd
 import pytest
+from handmade import report_of
 from pages import page_text
 from processes import time_limit
 from synthetic import CALIBRATIONS, CRITERIA, edited_document, record_path, write_store
@@ -86,7 +87,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     many = [name for name in CRITERIA if name not in ("aimer", "magnitude")]
     criteria = many if "cells" in kind else ("frequency", "man", "random")
     store = write_store(root / "store", items=12, criteria=criteria, **KINDS[kind])
-    content = page_text(report.write(store, "made_up", root / "out"))
+    content = page_text(report_of(store, root / "out"))
     # several of a thousand cells remove the same experts
     assert not list((root / "out").glob("failed/*"))
     chapter = content[content.index('<details class="chapter" id="ranking">') :]
@@ -288,7 +289,7 @@ def test_full_study_is_reported_within_its_budget(tmp_path: Path) -> None:
         overlap=True,
     )
     with time_limit(20):
-        report.write(store, "made_up", tmp_path / "out")
+        report_of(store, tmp_path / "out")
 
 
 # ---- as a person sees it: opened from its file in a headless Chromium, offline
@@ -488,7 +489,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Plans:
     with edited_document(plan) as document:
         layer = document["layers"]["0"]
         layer["retained"] = list(range(len(layer["retained"])))
-    return Plans(store, report.write(store, "made_up", root / "out"))
+    return Plans(store, report_of(store, root / "out"))
 
 
 PLAN_ROWS = """
