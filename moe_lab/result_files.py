@@ -261,8 +261,6 @@ def finished_steps(record: Document) -> set[str]:
 
 
 # Columns of the tables that steps write for figures.
-COVERAGE = ("layer", "expert", "tokens")
-"""coverage.parquet of a pass over a text: how many tokens the router sent to each expert."""
 SCORES = ("layer", "expert", "score")
 """scores.parquet of a criterion; experts with lower scores are removed first."""
 FAMILY = ("layer", "expert", "b", "alpha", "beta", "score")

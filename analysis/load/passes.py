@@ -1,4 +1,4 @@
-"""Results of calibration passes: statistics of experts, the S family, exact damage and coverage."""
+"""Results of calibration passes: statistics of experts, the S family and exact damage."""
 
 from __future__ import annotations
 
@@ -113,7 +113,6 @@ def _stack_tables(
 
 
 TABLES = {
-    "coverage.parquet": result_files.COVERAGE,
     "experts.parquet": result_files.EXPERTS,
     "layers.parquet": result_files.LOSSES,
     "ablation.parquet": result_files.ABLATIONS,

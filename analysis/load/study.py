@@ -62,12 +62,10 @@ class Study:
     """model, calibration, layer, expert, b, alpha, beta, score: every S(b, alpha, beta), see
     `moe_lab.criteria.experts`."""
     damage: pd.DataFrame
-    """model, calibration, layer, expert, score: the exact damage of removing one expert."""
-    coverage: pd.DataFrame
-    """model, calibration, layer, expert, tokens.
+    """model, calibration, layer, expert, score: the exact damage of removing one expert.
 
-    The frames `family`, `damage` and `coverage` have one gate and seed for each model and
-    calibration set, see `passes.shown_passes`."""
+    The frames `family` and `damage` have one gate and seed for each model and calibration set, see
+    `passes.shown_passes`."""
     calibrations: passes.Reports
     """Model and calibration set -> the report of the calibration pass."""
     models: Mapping[str, Mapping[str, Any]]
@@ -141,7 +139,6 @@ def load(store: Path, name: str) -> Study:
         samples=samples,
         family=passes.tables(figures["families"], "family.parquet", reader),
         damage=passes.tables(figures["damages"], "scores.parquet", reader),
-        coverage=passes.tables(pass_folders, "coverage.parquet", reader),
         calibrations=passes.documents(pass_folders, "calibration.json", reader),
         models=_models(cells, reader),
         origins=origins,

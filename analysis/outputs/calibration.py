@@ -160,12 +160,12 @@ COUNTS: dict[str, Any] = {
 def coverage_table(results: Results) -> Table | None:
     """Calibration tokens per expert."""
     study = results.study
-    coverage = study.coverage
-    if coverage.empty:
+    experts = study.experts
+    if experts.empty:
         return None
-    tokens = coverage["tokens"]
-    even_load = coverage.groupby([*PASS, "layer"])["tokens"].transform("mean")
-    experts = coverage.assign(is_unseen=tokens == 0, is_rare=tokens < RARE_SHARE * even_load)
+    tokens = experts["tokens"]
+    even_load = experts.groupby([*PASS, "layer"])["tokens"].transform("mean")
+    experts = experts.assign(is_unseen=tokens == 0, is_rare=tokens < RARE_SHARE * even_load)
     columns: Columns = {
         "Model": "model",
         "Calibration": "calibration",

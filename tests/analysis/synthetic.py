@@ -22,6 +22,7 @@ from synthetic_plans import rng as _rng
 
 from moe_lab.analysis.names import MULTIPLE_CHOICE
 from moe_lab.json_files import sealed
+from moe_lab.result_files import EXPERTS as EXPERT_SUMS
 
 DATA_FREE_CRITERIA = ("aimer", "magnitude", "random", "channel_weight", "channel_random")
 CALIBRATIONS = ("pocket_general", "pocket_code", "pocket_math")
@@ -226,7 +227,8 @@ def _statistics(root: Path, model: str, calibration: str) -> str:
     frame = _expert_frame()
     frame["tokens"] = _rng("tokens", model, calibration).gamma(0.6, 800, len(frame)).astype(int)
     frame.loc[frame["expert"] == 7, "tokens"] = 0
-    write_frame(root / folder / "coverage.parquet", frame)
+    sums = frame.reindex(columns=EXPERT_SUMS, fill_value=0.0)
+    write_frame(root / folder / "experts.parquet", sums)
     report = {"name": calibration, "valid_tokens": {calibration: 65000}, "rows": 512, "length": 128}
     return _step(
         root, folder, "calibration.json", {**report, "packing": "reap", "first_row": "made-up text"}

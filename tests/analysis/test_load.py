@@ -77,7 +77,7 @@ def test_scores_are_the_means_of_samples(results: Results) -> None:
 def test_complete_store_has_passes_and_models(results: Results) -> None:
     study = results.study
     assert set(study.family["calibration"]) == {"pocket_general", "pocket_code", "pocket_math"}
-    assert len(study.coverage) == 3 * 4 * 32
+    assert len(study.experts) == 3 * 4 * 32
     assert study.models["pocket_olmoe"]["parameters"] == 3_700_000
 
 

@@ -66,7 +66,6 @@ def study_of(
         origins=pd.DataFrame(columns=["folder", "commit"]),
         family=pd.DataFrame(),
         damage=pd.DataFrame(),
-        coverage=pd.DataFrame(),
         cells=handmade.cells_of([handmade.UNPRUNED, *map(handmade.cell, CRITERIA)]),
         samples=pd.DataFrame(samples, columns=columns).assign(units=np.nan),
     )

@@ -32,7 +32,6 @@ from moe_lab.statistics.gradients import (
 )
 from moe_lab.statistics.observe import CHECKPOINT, Observer, StatisticsHook, collect_statistics
 from moe_lab.statistics.streaming import stream, stream_gradients
-from moe_lab.study.steps.tables import coverage
 from tests.campaign.models import reconfigure
 
 pytestmark = pytest.mark.slow
@@ -188,8 +187,6 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
 
 def test_infinite_statistics_are_named_with_every_expert() -> None:
     broken = statistics([4, 0, 2])
-    assert coverage(broken.layers)[:3] == [(2, 0, 4), (2, 1, 0), (2, 2, 2)]
-    assert len(coverage(broken.layers)) == 6
     for value in (torch.nan, torch.inf):
         broken.layers[5]["tokens"][1] = value
         with pytest.raises(UserError, match="layer 5, expert 1: tokens of batch 7"):

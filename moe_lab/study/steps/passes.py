@@ -141,7 +141,6 @@ class Pass(Step):
         # one forward pass: all sums, tokens per expert, and tables for figures
         "statistics": Measurement(
             tables=(
-                ("coverage.parquet", result_files.COVERAGE, tables.coverage),
                 ("experts.parquet", result_files.EXPERTS, tables.experts),
                 ("layers.parquet", result_files.LOSSES, tables.losses),
                 ("entropy.parquet", result_files.ENTROPIES, tables.entropies),

@@ -48,12 +48,6 @@ def scores(values: Array) -> Iterable[Sequence[Any]]:
 
 
 @of_experts
-def coverage(arrays: Arrays) -> Iterable[Sequence[Any]]:
-    """COVERAGE: the number of tokens routed to each expert."""
-    return [list(map(int, arrays["tokens"]))]
-
-
-@of_experts
 def experts(arrays: Arrays) -> Iterable[Sequence[Any]]:
     """EXPERTS: sums over the tokens that are routed to each expert."""
     tokens = _array(arrays["tokens"])
