@@ -76,6 +76,7 @@ def test_a_study_has_the_same_bits_twice(device: str, tmp_path: Path) -> None:
         "calibration=pocket_general",
         "calibration.tokens=512",
         "calibration.length=64",
+        "suite.limit=8",
         "allocation=pocket_evolutionary",
         "allocation.parameters.population=5",
         "allocation.parameters.generations=1",
