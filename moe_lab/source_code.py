@@ -40,10 +40,15 @@ _distributions = cache(metadata.packages_distributions)
 """Returns top package -> names of the distributions that installed it."""
 
 
+@cache
+def _installed_plugins() -> list[str]:
+    # reads the metadata of every installed distribution, and each command asks several times
+    return [point.module for point in metadata.entry_points(group=ENTRY_POINTS)]
+
+
 def plugin_modules(modules: Iterable[str]) -> list[str]:
     """Names of the installed plugins and of `modules`, the value of the setting `plugins`."""
-    installed = [point.module for point in metadata.entry_points(group=ENTRY_POINTS)]
-    return list(dict.fromkeys([*installed, *modules]))
+    return list(dict.fromkeys([*_installed_plugins(), *modules]))
 
 
 def function_digest(function: Callable[..., Any]) -> str:
