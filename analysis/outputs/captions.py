@@ -9,6 +9,7 @@ from functools import lru_cache
 import pandas as pd
 
 from moe_lab.analysis import names
+from moe_lab.analysis.load.evaluations import mixed_metrics
 from moe_lab.analysis.load.passes import shown_passes, valid_tokens
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.render.table import Columns
@@ -45,10 +46,11 @@ def score_setup(study: Study) -> str:
     metrics = sorted(set(metrics_in_words(study.results)))
     noun = "metric" if len(metrics) == 1 else "metrics"
     level = f"{names.ratio(uncertainty.CONFIDENCE)} intervals"
-    return (
+    text = (
         f"{items} items per benchmark; {noun} {names.enumeration(metrics)}; {level}; "
         f"{run_setup(study)}"
     )
+    return " ".join([text, *mixed_metrics(study.results, study.cells)])
 
 
 def metrics_in_words(results: pd.DataFrame) -> list[str]:
@@ -72,9 +74,18 @@ def run_setup(study: Study) -> str:
 @lru_cache(maxsize=8)
 def pass_setup(study: Study) -> str:
     """Text for captions of numbers from calibration passes: the seeds and gates of the passes that
-    `shown_passes` selects, and calibration tokens."""
-    passes = shown_passes(study.pruned_cells)
-    return _sentence([_values(passes, "seed"), _values(passes, "gate"), _tokens(study)])
+    `shown_passes` selects, and calibration tokens.
+
+    If these passes lack a seed of the pruned cells, all seeds follow: `seed 1 (of 1 and 2)`."""
+    cells = study.pruned_cells[study.pruned_cells["statistics_folder"].notna()]
+    passes = shown_passes(cells)
+    parts = []
+    for column in ("seed", "gate"):
+        text = _values(passes, column)
+        if set(cells[column]) > set(passes[column]):
+            text += f" (of {_values(cells, column).partition('=')[2]})"
+        parts.append(text)
+    return _sentence([*parts, _tokens(study)])
 
 
 def _sentence(parts: Iterable[str]) -> str:
