@@ -59,7 +59,6 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --group dev
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --group inspect
 	touch $@
 
 elsewhere:

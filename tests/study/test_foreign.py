@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pandas as pd
 import preloaded
@@ -131,22 +132,35 @@ def test_exported_and_imported_results_are_equal(store: Path, tmp_path: Path) ->
         assert float(row[7]) == score
 
 
-def test_inspect_reads_exported_logs(store: Path, tmp_path: Path) -> None:
-    """The texts of boolq stay in the store."""
-    from inspect_ai.log import read_eval_log  # takes a second to import
-
+def test_logs_of_inspect_have_all_items(store: Path, tmp_path: Path) -> None:
+    """inspect_ai 0.3.285 reads these archives. The texts of boolq stay in the store."""
     table = moe_lab.results(store, OWN)
     for folder in export(load(store, OWN), tmp_path):
-        logs = [read_eval_log(file) for file in folder.glob("*.eval")]
-        assert {log.eval.task for log in logs} == set(TASKS)
+        logs = [archived(file) for file in folder.glob("*.eval")]
+        assert {log["header.json"]["eval"]["task"] for log in logs} == set(TASKS)
         for log in logs:
-            rows = table[table["benchmark"] == log.eval.task]
-            rows = rows[rows["criterion"] == log.eval.metadata["criterion"]].set_index("item")
-            assert {s.id: s.scores["moe_lab"].value for s in log.samples} == dict(rows["outcome"])
-            (metric,) = log.results.scores[0].metrics.values()
-            assert metric.value == rows["score"].iloc[0]
-            texts = [text for s in log.samples for text in (s.input, s.output.completion)]
-            assert all(texts) if log.eval.task != "boolq" else not any(texts)
+            header, summaries = log.pop("header.json"), log.pop("summaries.json")
+            task = header["eval"]["task"]
+            rows = table[table["benchmark"] == task].set_index("item")
+            rows = rows[rows["criterion"] == header["eval"]["metadata"]["criterion"]]
+            outcomes = {item["id"]: item["scores"]["moe_lab"]["value"] for item in log.values()}
+            assert outcomes == dict(rows["outcome"])
+            (metric,) = header["results"]["scores"][0]["metrics"].values()
+            assert metric["value"] == rows["score"].iloc[0]
+            pairs = zip(log.values(), summaries, strict=True)
+            assert all(summary.items() <= item.items() for item, summary in pairs)
+            texts = [
+                text
+                for item in log.values()
+                for text in (item["input"], item["output"]["choices"][0]["message"]["content"])
+            ]
+            assert all(texts) if task != "boolq" else not any(texts)
+
+
+def archived(file: Path) -> dict[str, Any]:
+    """Member of a ZIP archive -> its content."""
+    with ZipFile(file) as archive:
+        return {name: json.loads(archive.read(name)) for name in archive.namelist()}
 
 
 def test_programs_graded_by_evalplus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
