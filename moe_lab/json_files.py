@@ -7,6 +7,7 @@ it, by which readers notice any changed byte.
 
 from __future__ import annotations
 
+import errno
 import json
 import uuid
 from collections.abc import Callable, Mapping
@@ -60,7 +61,8 @@ def read_json(path: Path, shape: Any) -> Any:
 
 
 def _content(path: Path) -> bytes:
-    """The content of a file. Raises Damaged if there is a folder instead."""
+    """The content of a file. Raises Damaged if there is a folder instead, and FileNotFoundError if
+    the file is missing, or another machine removed it during the reading (ESTALE)."""
     try:
         with path.open("rb", buffering=0) as file:  # fewer system calls than with a buffer
             return file.read()
@@ -68,6 +70,10 @@ def _content(path: Path) -> bytes:
         raise FileNotFoundError(path) from None
     except IsADirectoryError:
         raise Damaged(f"{path} is damaged") from None
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            raise FileNotFoundError(path) from None
+        raise
 
 
 def parse(content: bytes, shape: Any, name: str) -> Any:

@@ -149,6 +149,14 @@ def test_a_lost_race_may_raise_any_error(folder: Path, released: bool) -> None:
                 Claims(folder).take("x")
 
 
+def test_a_claim_may_be_removed_on_another_machine_while_it_is_read(folder: Path) -> None:
+    """Network disks then say that the file's handle is stale."""
+    with Claims(folder).take("a"), patch.object(Path, "open") as opened:
+        opened.return_value.__enter__.return_value.read.side_effect = OSError(errno.ESTALE, "")
+        with pytest.raises(Busy):
+            Claims(folder).take("a")
+
+
 def test_a_folder_that_refuses_claims_is_reported(folder: Path) -> None:
     folder.mkdir()
     refusal = PermissionError(errno.EPERM, "Operation not permitted")
