@@ -61,23 +61,24 @@ def chance_by_model(scores: Mapping[str, np.ndarray]) -> dict[str, Chance]:
         return chance_of_model
     variances = np.array([chance.spread**2 for chance in chance_of_model.values()])
     freedoms = np.array([chance.degrees_of_freedom for chance in chance_of_model.values()])
+    pooled = float(freedoms @ variances / freedoms.sum())
     changes: dict[str, Any] = {"spreads_differ": True}
-    if _bartlett(variances, freedoms) >= LEVEL:
+    if _bartlett(variances, freedoms, pooled) >= LEVEL:
         changes = {
-            "spread": float(freedoms @ variances / freedoms.sum()) ** 0.5,
+            "spread": pooled**0.5,
             "degrees_of_freedom": float(freedoms.sum()),
             "models": len(chance_of_model),
         }
     return {model: replace(chance, **changes) for model, chance in chance_of_model.items()}
 
 
-def _bartlett(variances: np.ndarray, freedoms: np.ndarray) -> float:
+def _bartlett(variances: np.ndarray, freedoms: np.ndarray, pooled: float) -> float:
     """p-value of Bartlett's test that samples of normal distributions have one variance. The result
     equals that of scipy.stats.bartlett, whose import takes half a second.
 
-    variances, freedoms: variance (samples,) of each sample, and its degrees of freedom.
+    variances, freedoms: variance (samples,) of each sample, and its degrees of freedom. pooled: the
+    mean of the variances, weighted by the degrees of freedom.
     """
-    pooled = freedoms @ variances / freedoms.sum()
     ratio = freedoms.sum() * np.log(pooled) - freedoms @ np.log(variances)
     correction = (np.sum(1 / freedoms) - 1 / freedoms.sum()) / (3 * (len(variances) - 1))
     return float(chdtrc(len(variances) - 1, ratio / (1 + correction)))

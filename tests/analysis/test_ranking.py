@@ -12,6 +12,7 @@ from scipy.stats import bartlett, studentized_range, t, ttest_1samp
 
 from benchmarks import best_of_many
 from moe_lab.analysis.registry import find
+from moe_lab.analysis.stats import chance as chance_of_plans
 from moe_lab.analysis.stats import ranking
 from moe_lab.analysis.stats.comparison import Comparison, random_scores
 from moe_lab.analysis.stats.quantity import Quantity
@@ -352,6 +353,15 @@ def test_unequal_spreads_of_random_plans_are_not_pooled() -> None:
         assert chance.degrees_of_freedom == 2
         assert chance.spread == pytest.approx(scores.std(ddof=1))
         assert "differ between models" in " ".join(ranking.remarks(result))
+
+
+def test_p_value_of_unequal_spreads_is_scipys() -> None:
+    samples = [np.array(counts) / 100 for counts in ((30, 34, 29, 41), (20, 48, 80), (1, 9))]
+    variances = np.array([sample.var(ddof=1) for sample in samples])
+    freedoms = np.array([len(sample) - 1.0 for sample in samples])
+    pooled = float(freedoms @ variances / freedoms.sum())
+    p = chance_of_plans._bartlett(variances, freedoms, pooled)
+    assert p == pytest.approx(bartlett(*samples).pvalue, rel=1e-12)
 
 
 def test_recovered_plan_is_compared_with_recovered_random_plans() -> None:
