@@ -57,10 +57,10 @@ def write_text(path: Path, text: str, mode: int | None = None) -> None:
 
 def read_json(path: Path, shape: Any) -> Any:
     """The document in a file. Raises Damaged unless the document fits `shape` (see `fits`)."""
-    return parse(_content(path), shape, str(path))
+    return parse(content_of(path), shape, str(path))
 
 
-def _content(path: Path) -> bytes:
+def content_of(path: Path) -> bytes:
     """The content of a file. Raises Damaged if there is a folder instead, and FileNotFoundError if
     the file is missing, or another machine removed it during the reading (ESTALE)."""
     try:
@@ -113,7 +113,7 @@ def write_sealed(
 def read_sealed(path: Path) -> Document:
     """The sealed document in a file, without its digest. Raises Damaged unless the digest is
     right."""
-    return parse_sealed(_content(path), str(path))
+    return parse_sealed(content_of(path), str(path))
 
 
 def parse_sealed(content: bytes, name: str) -> Document:

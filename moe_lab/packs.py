@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_lab.json_files import Damaged
+from moe_lab.json_files import Damaged, content_of
 
 TABLES = """
 pragma page_size = 65536;
@@ -156,8 +156,8 @@ class Packs:
         """Content of a file of a step: from the folder of the step, or else from a pack. Raises the
         errors of `read`."""
         try:
-            return (folder / file).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
+            return content_of(folder / file)
+        except FileNotFoundError:
             return self.read(folder.name.rpartition("-")[2], file)
 
     def files(self, id_start: str) -> list[str]:
