@@ -252,9 +252,10 @@ def overlap_maps(results: Results) -> list[Item]:
     overlaps = results.overlaps
     if overlaps.empty:
         return []
+    means = overlap.mean_over_models(overlaps)
     frames = [overlaps]
     if overlaps["model"].nunique() > 1:
-        frames.insert(0, overlap.mean_over_models(overlaps).assign(model="all models"))
+        frames.insert(0, means.assign(model="all models"))
     rows = pd.concat(frames).sort_values("ratio", kind="stable")
     pruned = rows["ratio"].map(names.ratio)
     b, alpha, beta = (rows[name].astype(int).astype(str) for name in overlap.VARIANT)
@@ -279,4 +280,23 @@ def overlap_maps(results: Results) -> list[Item]:
     title = "Which scores depend least on the calibration set"
     size = ({"step": 85}, {"step": 22})
     figure = Figure(title, caption, squares, layers, size=size)
-    return [figure, overlap_table(results)]
+    return [figure, overlap_table(results), effect_table(means)]
+
+
+def effect_table(overlaps: pd.DataFrame) -> Table:
+    """Mean overlap of all scores S(b, alpha, beta) with one value of b, of alpha or of beta (left
+    part of Fig. 4). overlaps: see `overlap.mean_over_models`."""
+    effects = overlap.component_effects(overlaps)
+    effects["level"] = effects["level"].astype(str)
+    columns: Columns = {
+        "Pruned": "ratio",
+        "Parameter": "component",
+        "Value": "level",
+        "Overlap": ("overlap", SCORE),
+    }
+    return Table(
+        name=".effects",
+        title="Overlap by the parameters of the scores",
+        caption="Mean overlap over models and all usable variants with this b, α or β.",
+        **frame_and_formats(effects, columns),
+    )

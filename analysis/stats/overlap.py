@@ -79,6 +79,20 @@ def mean_over_models(overlaps: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:
+    """Mean overlap of all variants with the same value of one parameter; one row per ratio,
+    parameter and value.
+
+    Columns: ratio, component (a parameter in VARIANT), level (the parameter's value), and overlap
+    (mean of the overlaps that are not NaN).
+    """
+    levels = overlaps.dropna(subset=["overlap"]).melt(
+        ["ratio", "overlap"], VARIANT, var_name="component", value_name="level"
+    )
+    means = levels.groupby(["ratio", "component", "level"])["overlap"].mean()
+    return means.reset_index()
+
+
 def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame) -> pd.DataFrame:
     """Share of the bottom set of exact damage that is also in the bottom set of the proxy S(0,1,1)
     (Fig. 3), one row per model, calibration set and ratio.
