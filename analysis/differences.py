@@ -15,7 +15,7 @@ from scipy.special import stdtrit
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load.items import answers
-from moe_lab.analysis.load.reader import records
+from moe_lab.analysis.load.reader import Gap, Reader, records
 from moe_lab.analysis.load.settings import AXES, labels
 from moe_lab.analysis.load.studies import studies
 from moe_lab.analysis.load.study import Study, load
@@ -213,9 +213,8 @@ def page_plans(study: Study) -> dict[str, Any]:
     samples, keys = study.samples, ["benchmark", "item"]
     outcomes = samples.pivot(index=keys, columns="cell", values="outcome")
     units = samples.dropna(subset="units").pivot(index=keys, columns="cell", values="units")
-    outcomes, note = _sample(
-        outcomes.join(units.add_prefix("units ")), outcomes.size / MOST_OUTCOMES
-    )
+    step, note = _sampling(outcomes.size / MOST_OUTCOMES)
+    outcomes = outcomes.join(units.add_prefix("units "))[::step]
     degrees_of_freedom = np.arange(1, max(2, len(outcomes)))
     return {
         "outcomes": outcomes.rename(index=names.benchmark),
@@ -230,40 +229,51 @@ def page_plans(study: Study) -> dict[str, Any]:
     }
 
 
-def page_answers(study: Study) -> dict[str, str]:
-    """Display name of a benchmark -> its answers, packed. Benchmarks without texts, or with texts
-    that are not shareable, are left out. Of several answers to an item the first counts.
+def page_answers(results: pd.DataFrame, store: Path) -> tuple[dict[str, str], list[Gap]]:
+    """Display name of a benchmark -> its answers, packed; and the gaps found. Benchmarks without
+    texts, or with texts that are not shareable, are left out. Of several answers to an item the
+    first counts. results: `Study.results`.
 
     - items: for each item [item, prompt, right_answer, answers], with [verdict, answer, list of
       cells] for each distinct answer
     - note: as in `page_plans`
     """
-    results = study.results
+    reader = Reader(store)
     columns = ["benchmark", "item", "outcome", "output", "extracted", "limit", "loop"]
     documents = {}
     for benchmark, rows in results.groupby("benchmark", sort=False):
-        frame = answers(rows, study.reader, columns)
+        frame = answers(rows, reader, columns)
         frame = frame[frame["benchmark"] == benchmark].drop_duplicates(["folder", "key"])
         if (frame["answer"] == "").all():
             continue
         verdict = frame["outcome"].map({0: "wrong", 1: "right"}).fillna(frame["outcome"].map(str))
         for column, remark in (("limit", ", cut off"), ("loop", ", loops")):
             verdict += np.where(frame[column] == 1, remark, "")
-        items = frame[["key", "item", "prompt", "right_answer"]].drop_duplicates("key")
-        frame = rows[["cell", "folder"]].merge(frame.assign(verdict=verdict), on="folder")
-        cells = frame.groupby(["key", "verdict", "answer"], sort=False)["cell"].agg(list)
-        answers_of_key: dict[str, list[Any]] = {}
-        for key, *answer in cells.reset_index().to_numpy().tolist():
-            answers_of_key.setdefault(key, []).append(answer)
-        texts = [*items["prompt"], *cells.index.get_level_values("answer")]
-        share = sum(map(len, texts)) * results["benchmark"].nunique() / MOST_CHARACTERS
-        items, note = _sample(items, share)
-        rows_of_items = [[*item, answers_of_key[key]] for key, *item in items.to_numpy().tolist()]
+        cells = rows.groupby("folder")["cell"].agg(list)  # several cells can share an evaluation
+        items: dict[str, list[str]] = {}
+        # key of an item -> (verdict, answer) -> cells
+        answers_of: dict[str, dict[tuple[str, str], list[int]]] = {}
+        texts = frame[["item", "prompt", "right_answer"]].to_numpy().tolist()
+        given = zip(verdict, frame["answer"], strict=True)
+        for key, folder, text, answer in zip(
+            frame["key"], frame["folder"], texts, given, strict=True
+        ):
+            items.setdefault(key, text)
+            answers_of.setdefault(key, {}).setdefault(answer, []).extend(cells[folder])
+        characters = sum(len(prompt) for _, prompt, _ in items.values()) + sum(
+            len(answer) for distinct in answers_of.values() for _, answer in distinct
+        )
+        step, note = _sampling(characters * results["benchmark"].nunique() / MOST_CHARACTERS)
+        rows_of_items = [
+            [*items[key], [[*answer, of_answer] for answer, of_answer in answers_of[key].items()]]
+            for key in list(items)[::step]
+        ]
         documents[names.benchmark(str(benchmark))] = packed({"items": rows_of_items, "note": note})
-    return documents
+    return documents, list(reader.gaps)
 
 
-def _sample(items: pd.DataFrame, size: float) -> tuple[pd.DataFrame, str]:
-    """The items, or a sample if `size` is more than 1, and a sentence that says so."""
+def _sampling(size: float) -> tuple[int, str]:
+    """(step, sentence): of `step` items, one is shown, so that at most a share 1/`size` is; a
+    sentence that says so, unless all are shown."""
     step = max(1, math.ceil(size))
-    return items[::step], f"A sample: one of {step} items. " if step > 1 else ""
+    return step, f"A sample: one of {step} items. " if step > 1 else ""

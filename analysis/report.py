@@ -6,14 +6,17 @@ import errno
 import json
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
 from moe_lab import progress
 from moe_lab.analysis import names
 from moe_lab.analysis.differences import page_answers, page_plans
+from moe_lab.analysis.load.reader import Gap
 from moe_lab.analysis.load.settings import removed_noun
 from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.names import capitalised, count
@@ -117,19 +120,29 @@ ItemsByOutput = Mapping[str, Sequence[Item]]
 """Name of an output of the page -> its written tables and figures."""
 
 
+FEW_EVALUATIONS = 500
+"""Evaluations whose answers are read in less time than another process needs to start."""
+
+
 def write_report(publisher: Publisher) -> Path:
     """Write all tables and figures of a study, the page that shows them, and the summary (rankings
     and notes as text); returns the page's path.
 
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
-    # the output `gaps` is left for `_sections`, which publishes it when all gaps are known
-    shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
-    items_by_output, _ = publisher.publish(shown)
-    path = publisher.out / PAGE
     results = publisher.results
+    study = results.study
+    # reading the answers takes a fifth of the time of a large report
+    is_large = len(study.origins) > FEW_EVALUATIONS
+    executor = ProcessPoolExecutor(1, get_context("spawn")) if is_large else ThreadPoolExecutor(1)
+    with executor:
+        answers = executor.submit(page_answers, study.results, study.store)
+        # the output `gaps` is left for `_chapters`, which publishes it when all gaps are known
+        shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
+        items_by_output, _ = publisher.publish(shown)
+    path = publisher.out / PAGE
     text = publisher.attempt(SUMMARY, lambda: ranking_text(results.rankings)) or ""
-    page.write(_page(publisher, items_by_output), path, vega.library())
+    page.write(_page(publisher, items_by_output, answers), path, vega.library())
     summary = "\n\n".join(filter(None, [text, "\n".join(results.study.notes)]))
     path.with_name(SUMMARY).unlink(missing_ok=True)
     if summary:
@@ -141,10 +154,21 @@ FIRST = ("ranking", "benchmark_groups", "winners")
 """Outputs whose figures are at the top of the page."""
 
 
-def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
-    """The page."""
+def _page(
+    publisher: Publisher,
+    items_by_output: ItemsByOutput,
+    answers: Future[tuple[dict[str, str], list[Gap]]],
+) -> Page:
+    """The page. answers: result of `page_answers`."""
     results = publisher.results
     study = results.study
+
+    def answers_of_benchmarks() -> dict[str, str]:
+        documents, gaps = answers.result()
+        for gap in gaps:
+            study.reader.record_gap(*gap)
+        return documents
+
     moment = datetime.fromtimestamp(float(study.document["created"]), UTC)
     first = [
         item for name in FIRST for item in items_by_output.get(name, ()) if isinstance(item, Figure)
@@ -156,7 +180,7 @@ def _page(publisher: Publisher, items_by_output: ItemsByOutput) -> Page:
         lead=what_was_run(study),
         first=first,
         plans=publisher.attempt("plans", partial(page_plans, study)) or {},
-        answers=publisher.attempt("answers", partial(page_answers, study)) or {},
+        answers=publisher.attempt("answers", answers_of_benchmarks) or {},
         chapters=_chapters(publisher, items_by_output, first),
         menus=_menus(results),
         hidden=[setup(study) for setup in (score_setup, pass_setup, run_setup)],

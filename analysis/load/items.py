@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import pyarrow as pa
@@ -34,7 +34,7 @@ def answers(
     output). TEXTS are "" if the benchmark is not shareable, or the store does not have them.
     """
     samples = []
-    items = {}
+    texts = []
     for row in records(evaluations.drop_duplicates("folder")):
         folder = reader.folder(row["folder"])
         if folder is None:
@@ -44,31 +44,39 @@ def answers(
         table = reader.table(folder, "samples.parquet", shown)
         if table is None:
             continue
-        samples.append(table.append_column("folder", pa.array([row["folder"]] * len(table))))
-        items_of_task = _items(_items_folder(folder, row["task"], reader), reader)
-        if not is_shareable:
-            items_of_task = items_of_task.assign(prompt="", right_answer="", choices=None)
-        items[row["folder"]] = items_of_task
+        samples.append(table)
+        items = _items(_items_folder(folder, row["task"], reader), reader)
+        for name in table["item"].to_pylist():
+            item = items.get(name, _Item(name))
+            texts.append((row["folder"], *(item if is_shareable else _Item(item.key))))
     if not samples:
         return pd.DataFrame(columns=[*columns, "folder", "key", *TEXTS])
-    frame = pa.concat_tables(samples, promote_options="permissive").to_pandas()
-    frame = frame.reindex(columns=[*columns, "folder"]).merge(
-        pd.concat(items, names=["folder"]).reset_index("folder"), on=["folder", "item"], how="left"
-    )
+    frame: pd.DataFrame = pa.concat_tables(samples, promote_options="permissive").to_pandas()
+    frame = frame.reindex(columns=list(columns)).fillna(dict.fromkeys(TEXTS, ""))
+    frame = frame.join(pd.DataFrame(texts, columns=["folder", *_Item._fields]))
     frame["answer"] = [
         _choice(extracted, choices) or output
-        for output, extracted, choices in frame[["output", "extracted", "choices"]].to_numpy()
+        for output, extracted, choices in zip(
+            frame["output"], frame["extracted"], frame.pop("choices"), strict=True
+        )
     ]
-    frame["key"] = frame["key"].fillna(frame["item"])
-    return pd.DataFrame(frame.drop(columns="choices").fillna(dict.fromkeys(TEXTS, "")))
+    return frame
 
 
-def _choice(extracted: str, choices: object) -> str:
-    """The choice that the model took; "" if it had none. choices: those of the item, NaN for an
-    unknown item."""
-    if isinstance(choices, list) and len(choices) > 1 and extracted.isdigit():
-        return str(choices[int(extracted)])
-    return ""
+class _Item(NamedTuple):
+    """An item of a benchmark. The texts of an unknown item are empty."""
+
+    key: str
+    """See `document_keys`; the item's name without a hash."""
+    prompt: str = ""
+    right_answer: str = ""
+    choices: Sequence[str] = ()
+    """One if a text is asked for."""
+
+
+def _choice(extracted: str, choices: Sequence[str]) -> str:
+    """The choice that the model took; "" if it had none. choices: those of the item."""
+    return choices[int(extracted)] if len(choices) > 1 and extracted.isdigit() else ""
 
 
 def _items_folder(folder: Path, task: str, reader: Reader) -> Path | None:
@@ -86,11 +94,10 @@ def _items_folder(folder: Path, task: str, reader: Reader) -> Path | None:
 
 # evaluations of a benchmark are read one after the other
 @lru_cache(maxsize=1)
-def _items(folder: Path | None, reader: Reader) -> pd.DataFrame:
-    """The items in a folder: item, key (see `document_keys`; the item without a hash), prompt,
-    right_answer, and choices (list of texts, one if a text is asked for). None has no items."""
+def _items(folder: Path | None, reader: Reader) -> dict[str, _Item]:
+    """Name of an item -> item, for those in a folder. None has no items."""
     content = reader.content(folder, ITEMS) if folder else None
-    rows = []
+    items = {}
     for line in gzip.decompress(content).splitlines() if content else ():
         item = json.loads(line)
         prompts = [_prompt(request) for request in item["requests"]]
@@ -99,9 +106,9 @@ def _items(folder: Path | None, reader: Reader) -> pd.DataFrame:
         if len(set(choices)) == 1:
             choices = prompts
         key = item["doc_hash"] or item["name"]
-        rows.append((item["name"], key, prompts[0], item["right_answer"], choices))
-    frame = pd.DataFrame(rows, columns=["item", "key", "prompt", "right_answer", "choices"])
-    return frame.assign(key=document_keys(frame["key"]))
+        items[item["name"]] = _Item(key, prompts[0], item["right_answer"], choices)
+    keys = document_keys(item.key for item in items.values())
+    return {name: items[name]._replace(key=key) for name, key in zip(items, keys, strict=True)}
 
 
 def with_own_names(samples: pd.DataFrame, results: pd.DataFrame, reader: Reader) -> pd.DataFrame:
@@ -114,7 +121,7 @@ def with_own_names(samples: pd.DataFrame, results: pd.DataFrame, reader: Reader)
         for row in records(results[~is_foreign & (results["benchmark"] == benchmark)]):
             if folder := reader.find_folder(row["folder"]):
                 items = _items(_items_folder(folder, row["task"], reader), reader)
-                name_of_key |= dict(zip(items["key"], items["item"], strict=True))
+                name_of_key |= {item.key: name for name, item in items.items()}
         rows = is_renamed & (samples["benchmark"] == benchmark)
         names = samples.loc[rows, "item"]
         samples.loc[rows, "item"] = names.map(name_of_key).fillna(names)

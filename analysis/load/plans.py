@@ -227,7 +227,7 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
 
     plan: content of plan.json.
     """
-    frames = []
+    layers = []
     for index, layer in plan["layers"].items():
         experts = np.arange(layer["experts"])
         # the experts that the router can choose
@@ -239,9 +239,11 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
             members += [int(member) for member in group if member != representative]
         is_merged = np.isin(experts, members)
         is_constant = is_routed & (share == 0) & ~is_merged & ("constants" in layer)
-        columns = {"expert": experts, "share": share, "constant": is_constant, "merged": is_merged}
-        frames.append(pd.DataFrame({"layer": int(index), **columns}))
-    return pd.concat(frames, ignore_index=True)
+        layers.append((np.full_like(experts, int(index)), experts, share, is_constant, is_merged))
+    # one frame for all layers, as making a frame takes most of the time
+    columns = map(np.concatenate, zip(*layers, strict=True))
+    names = ("layer", "expert", "share", "constant", "merged")
+    return pd.DataFrame(dict(zip(names, columns, strict=True)))
 
 
 def _stack_by_cell(

@@ -196,15 +196,16 @@ def _marked_frame(table: Table, bold: str, escape_value: Callable[[Any], str]) -
     return texts.rename(columns=escape_value)
 
 
-_TEX = {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"} | {
-    character: f"\\{character}" for character in "&%$#_{}"
-}
-"""Special character -> its LaTeX."""
+_TEX = str.maketrans(
+    {"\\": r"\textbackslash{}", "–": "--", "α": r"$\alpha$", "β": r"$\beta$"}
+    | {character: f"\\{character}" for character in "&%$#_{}"}
+)
+"""Special character -> its LaTeX, for `str.translate`."""
 
 
 def _tex(value: object) -> str:
     """The value as text with LaTeX's special characters escaped."""
-    return "".join(_TEX.get(character, character) for character in str(value))
+    return str(value).translate(_TEX)
 
 
 def content(table: Table) -> dict[str, Any]:

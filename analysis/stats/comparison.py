@@ -173,7 +173,8 @@ class Comparison:
         weights = self.weights(target)
         if not weights:
             return pd.Series(np.nan, self.all_cells.index)
-        return (self.results[list(weights)] * pd.Series(weights)).sum(axis=1, skipna=False)
+        scores = self.results[list(weights)].to_numpy() * np.array(list(weights.values()))
+        return pd.Series(scores.sum(axis=1), self.all_cells.index)
 
     @_cached_by_target
     def score(self, target: Target) -> pd.Series:
@@ -197,24 +198,28 @@ class Comparison:
         of its plans are equal. The interval of a cell without outcomes is computed from the
         reported standard errors.
         """
-        weights = pd.Series(self.weights(target))
+        weights = self.weights(target)
+        benchmarks = list(weights)
         # outcomes (plans, items) of a single benchmark with right-or-wrong items of equal weights
         outcomes = None
-        if len(weights) == 1 and weights.index[0] not in self.item_weights:
-            outcomes = self.outcomes.get(weights.index[0])
+        if len(benchmarks) == 1 and benchmarks[0] not in self.item_weights:
+            outcomes = self.outcomes.get(benchmarks[0])
         if outcomes is not None and not evaluations.are_binary(outcomes):
             outcomes = None
-        intervals = [self._interval_of_cell(target, cell, outcomes) for cell in self.plans_by_seed]
-        ends = pd.DataFrame(intervals, index=list(self.plans_by_seed), dtype=float)
+        # arrays, because operations of pandas take most of the time for so few numbers
+        ends = np.array(
+            [self._interval_of_cell(target, cell, outcomes) for cell in self.plans_by_seed]
+        )
         score = self.score(target)
         # for cells without outcomes: benchmarks count as independent samples
-        errors = self._seed_means(self.standard_errors[list(weights.index)]) * weights
-        half_width = NORMAL_QUANTILE * np.sqrt(errors.pow(2).sum(axis=1, skipna=False))
-        low = ends[0].fillna(score - half_width)
-        high = ends[1].fillna(score + half_width)
-        if self.quantity(target).lower_is_better:
-            return low, high
-        return low.clip(lower=0), high.clip(upper=1)
+        errors = self._seed_means(self.standard_errors[benchmarks]).to_numpy()
+        variance = ((errors * list(weights.values())) ** 2).sum(axis=1)
+        half_width = NORMAL_QUANTILE * np.sqrt(variance)
+        reported = np.column_stack([score - half_width, score + half_width])
+        low, high = np.where(np.isnan(ends), reported, ends).T
+        if not self.quantity(target).lower_is_better:
+            low, high = low.clip(min=0), high.clip(max=1)
+        return pd.Series(low, score.index), pd.Series(high, score.index)
 
     def _interval_of_cell(
         self, target: Target, cell: int, outcomes: np.ndarray | None
@@ -288,7 +293,7 @@ class Comparison:
             if benchmark not in self.outcomes:
                 return []
             # sum outcomes (replicates, cells, items) over cells; NaN if a plan lacks the item
-            values = np.tensordot(self.outcomes[benchmark][rows], cell_weights, (1, 0))
+            values = cell_weights @ self.outcomes[benchmark][rows]
             is_common = np.asarray(np.isfinite(values).all(axis=0))
             if not is_common.any():
                 return []
@@ -415,7 +420,7 @@ def _comparison(
         for column in ("score", "stderr")
     )
     outcomes = evaluations.outcome_matrices(samples, scores)
-    labels = settings.labels(cells)
+    labels = settings.labels(cells) if outcomes.unexplained_scores else {}
     for cell, benchmark in outcomes.unexplained_scores:
         reader.record_gap(
             f"the score of {benchmark} is not the mean of its items: it is not tested", labels[cell]
