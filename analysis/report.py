@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -134,9 +135,16 @@ def write_report(publisher: Publisher) -> Path:
     study = results.study
     # reading the answers takes a fifth of the time of a large report
     is_large = len(study.origins) > FEW_EVALUATIONS
-    executor = ProcessPoolExecutor(1, get_context("spawn")) if is_large else ThreadPoolExecutor(1)
+    executor = (
+        ProcessPoolExecutor(1, get_context("spawn"), _end_quietly)
+        if is_large
+        else ThreadPoolExecutor(1)
+    )
     with executor:
+        # the new process inherits the block, so that Ctrl-C waits for its imports
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         answers = executor.submit(page_answers, study.results, study.store)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         # the output `gaps` is left for `_chapters`, which publishes it when all gaps are known
         shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
         items_by_output, _ = publisher.publish(shown)
@@ -148,6 +156,12 @@ def write_report(publisher: Publisher) -> Path:
     if summary:
         path.with_name(SUMMARY).write_text(f"{summary}\n", encoding="utf-8")
     return path
+
+
+def _end_quietly() -> None:
+    """Let Ctrl-C end this process without a stack trace."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 FIRST = ("ranking", "benchmark_groups", "winners")

@@ -543,12 +543,29 @@ def test_answers_are_filtered(browser: Any, plans: Plans) -> None:
     assert all(plan in third[5] for plan in PLANS)
 
 
+def test_another_process_reads_the_answers_of_a_large_report(
+    plans: Plans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "FEW_EVALUATIONS", 0)
+    store = shutil.copytree(plans.store, tmp_path / "store")
+    study = load(store, "made_up")
+    page = report.write_report(report.Publisher(Results(study), tmp_path / "whole"))
+    large, small = (
+        [file.read_bytes() for file in sorted(path.parent.glob("data/answers*"))]
+        for path in (page, plans.page)
+    )
+    assert large and large == small
+    next(store.glob("evaluate/*-man-*gsm8k-*/samples.parquet")).unlink()
+    page = report.write_report(report.Publisher(Results(study), tmp_path / "part"))
+    assert "samples.parquet is missing" in page_text(page)
+
+
 def test_many_answers_are_sampled(plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     study = load(plans.store, "made_up")
     monkeypatch.setattr(differences, "MOST_CHARACTERS", 4000)
     monkeypatch.setattr(differences, "MOST_OUTCOMES", 100)
-    text = differences.page_answers(study)["GSM8K"]
-    document = json.loads(gzip.decompress(b64decode(text)))
+    documents, _ = differences.page_answers(study.results, study.store)
+    document = json.loads(gzip.decompress(b64decode(documents["GSM8K"])))
     assert document["note"] == "A sample: one of 3 items. "
     assert [item for item, *_ in document["items"]] == [
         f"gsm8k/{number}" for number in range(0, 20, 3)
