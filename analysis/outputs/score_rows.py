@@ -251,14 +251,11 @@ def _pruned_text(block: Block) -> str:
     """Text with the removed share of a block, and with a calibration set and a gate that its cells
     have in common, if the model's other cells have others."""
     pruned = block.comparison.pruned_cells
-    pruned = pruned.assign(
-        calibration=pruned["calibration"].map(names.calibration), gate="gate " + pruned["gate"]
-    )
     cells = pruned.loc[block.labels.index]
     texts = [cells["removed_text"].iloc[0], block.detail]
-    for axis in ("calibration", "gate"):
+    for axis, display in (("calibration", names.calibration), ("gate", "gate {}".format)):
         if cells[axis].nunique() == 1 < pruned[axis].nunique():
-            texts.append(cells[axis].iloc[0])
+            texts.append(display(cells[axis].iloc[0]))
     return names.comma_joined(*texts)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ class _Group:
     def quantity(self) -> Quantity:
         return self.comparison.quantity(self.target)
 
-    @property
+    @cached_property
     def plans_tested(self) -> int:
         """Number of cells that have a score and are not random."""
         tested_cells = self.cells.index[~self.cells["criterion"].isin(RANDOM)]
