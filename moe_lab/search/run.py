@@ -78,25 +78,11 @@ def search(
     }
     plans.plan(best["schedule"], provenance).save(out / "plan.json")
     parquet.write_table(arrow.Table.from_pylist(history), out / "history.parquet")
-    # of this process alone, not of earlier runs of a resumed search
-    cost = {"forwards": candidates.forwards, "seconds": round(seconds, 3)}
-    report = {"layers": plans.layers, "settings": asdict(parameters)}
-    write_json(out / "search.json", {**report, **_results(history, best, cost)})
-
-
-def _results(
-    history: Sequence[Mapping[str, Any]], best: Mapping[str, Any], cost: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The best and the uniform schedule, and what the search cost: fields of search.json."""
-    uniform = next((row for row in history if row["origin"] == "uniform"), None)
-    candidates = len({tuple(row["schedule"]) for row in history})
-    return {
-        "best": _result(best),
-        "uniform": uniform and _result(uniform),
-        "cost": {"candidates": candidates, **cost},
+    cost = {
+        "candidates": len({tuple(row["schedule"]) for row in history}),
+        # of this process alone, not of earlier runs of a resumed search
+        "forwards": candidates.forwards,
+        "seconds": round(seconds, 3),
     }
-
-
-def _result(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The schedule in a row of the history, and its fitness."""
-    return {name: row[name] for name in ("schedule", "fitness")}
+    report = {"layers": plans.layers, "settings": asdict(parameters), "cost": cost}
+    write_json(out / "search.json", report)

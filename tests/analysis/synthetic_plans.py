@@ -183,13 +183,10 @@ def profile(axes: dict[str, Any]) -> list[dict[str, Any]]:
 
 def search(axes: dict[str, Any]) -> dict[str, Any]:
     """The content of search.json."""
-    per_layer = int(EXPERTS * axes["ratio"])
     fitness = "spec_dec" if axes["allocation"].endswith("spec dec") else "esap"
     return {
         "layers": list(range(LAYERS)),
         "settings": {"population": POPULATION, "generations": GENERATIONS, "fitness": fitness},
-        "best": {"schedule": removed_counts(axes), "fitness": 0.6},
-        "uniform": {"schedule": [per_layer] * LAYERS, "fitness": 0.5},
         "cost": {
             "candidates": 36,
             "forwards": 24.5,

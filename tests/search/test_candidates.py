@@ -394,16 +394,16 @@ def test_search_finds_the_optimum_of_enumeration(name: str, tmp_path: Path) -> N
     tasks = answer_batches(world.text, world.tokenizer)
     values = Candidates(world.model, plans, tasks, SearchSettings(seed=5)).evaluate(schedules)
     fitness = dict(zip(schedules, values, strict=True))
-    report = json.loads((folder / "search.json").read_text())
-    best = report["best"]
+    rows = parquet.read_table(folder / "history.parquet").to_pylist()
+    best = max(rows, key=lambda row: row["fitness"])
     assert best["fitness"] == pytest.approx(max(values), abs=1e-9)
     assert tuple(best["schedule"]) == max(fitness, key=lambda schedule: fitness[schedule])
     assert Plan.load(folder / "plan.json") == plans.plan(tuple(best["schedule"]))
-    assert best["fitness"] >= report["uniform"]["fitness"]
-    rows = parquet.read_table(folder / "history.parquet").to_pylist()
+    assert "uniform" in {row["origin"] for row in rows}
     assert len({sum(row["schedule"]) for row in rows}) == 1
-    assert len({tuple(row["schedule"]) for row in rows}) == report["cost"]["candidates"]
-    assert report["cost"]["forwards"] > 0
+    cost = json.loads((folder / "search.json").read_text())["cost"]
+    assert len({tuple(row["schedule"]) for row in rows}) == cost["candidates"]
+    assert cost["forwards"] > 0
 
 
 def test_killed_search_resumes_with_the_same_result(
