@@ -248,27 +248,26 @@ def export_conflicts(
     verify: bool,
 ) -> Iterator[str]:
     """A sentence for each reason why plans for the model cannot be exported with these settings."""
-    shape_setting = f"export={export.shape}"
-    format_setting = f"export.format={export.format}"
     recovery_setting = f"recovery={recovery.name}"
-    is_recovered = recovery.name != "none"
-    # sentence -> whether the settings have this conflict
-    conflicts = {
-        f"verify=true compares an export with the masked model, which {recovery_setting} changes: "
-        "expected verify=false with a recovery": verify and is_recovered,
-        f"{shape_setting} has a shape other than that of the model that {recovery_setting} "
-        "changes: expected export=natural with a recovery": (
-            is_recovered and export.shape not in (None, "natural")
-        ),
-    }
-    yield from (sentence for sentence, conflict in conflicts.items() if conflict)
+    if recovery.name != "none":
+        if verify:
+            yield (
+                f"verify=true compares an export with the masked model, which {recovery_setting} "
+                "changes: expected verify=false with a recovery"
+            )
+        if export.shape not in (None, "natural"):
+            yield (
+                f"export={export.shape} has a shape other than that of the model that "
+                f"{recovery_setting} changes: expected export=natural with a recovery"
+            )
     if export.shape is None:
         return
-    yield from user_errors(check_trained_top_k, model, shape_setting)
+    yield from user_errors(check_trained_top_k, model, f"export={export.shape}")
     yield from user_errors(check_quantised, quantization(model), export.shape)
-    # settings that need plain weights; a list times False is empty
-    for setting in ["verify=true"] * verify + [format_setting] * (export.format != "safetensors"):
-        yield from user_errors(check_plain_weights, model, setting)
+    if verify:
+        yield from user_errors(check_plain_weights, model, "verify=true")
+    if export.format != "safetensors":
+        yield from user_errors(check_plain_weights, model, f"export.format={export.format}")
 
 
 def check_uneven(export: ExportConfig, allocation: str) -> None:
