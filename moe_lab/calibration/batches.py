@@ -354,7 +354,8 @@ def batches(settings: CalibrationConfig, tokenizer: Any) -> Calibration:
     """The batches of a calibration set or mixture, with a report. The same settings and tokenizer
     give the same tensors. Raises the errors of `PackedRows`."""
     packed = PackedRows(settings, tokenizer)
-    return Calibration([(ids, valid) for ids, valid, _ in packed.batches()], _report(packed))
+    unmarked_batches = [(ids, valid) for ids, valid, _ in packed.batches()]
+    return Calibration(unmarked_batches, _report(packed, *unmarked_batches[0]))
 
 
 def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
@@ -373,22 +374,18 @@ def _filler_id(settings: CalibrationConfig, tokenizer: Any) -> int | None:
     return int(tokenizer.eos_token_id)
 
 
-def _report(packed: PackedRows) -> dict[str, Any]:
-    """JSON-ready report on packed rows. "sha256" identifies the documents, and "sources" has the
-    `Source.report` of each set. "tokens_cut" is the number of tokens of tokenised documents that
-    are in no row."""
+def _report(packed: PackedRows, ids: torch.Tensor, valid: torch.Tensor) -> dict[str, Any]:
+    """JSON-ready report on packed rows. `ids`, `valid`: the first batch. "sha256" identifies the
+    documents, and "sources" has the `Source.report` of each set. "tokens_cut" is the number of
+    tokens of tokenised documents that are in no row."""
     settings = packed.settings
     sources = packed.sources
     digest = hashlib.sha256()
     for source in sources:
         for document in source.read.documents:
             digest.update(repr(document).encode())
-    first_row = packed.rows[0]
-    while first_row[-1] == GAP:  # padding, or a gap at the end
-        first_row = first_row[:-1]
-    # If filler_id is None, no position is GAP.
-    filler_id = packed.filler_id or 0
-    ids = [filler_id if position == GAP else packed.ids[position] for position in first_row]
+    # without padding, or a gap at the end
+    first_row = ids[0, : int(valid[0].nonzero().max()) + 1]
     return {
         "name": settings.name,
         "sha256": digest.hexdigest(),
@@ -398,7 +395,7 @@ def _report(packed: PackedRows) -> dict[str, Any]:
         "packing": settings.packing,
         "valid_tokens": {source.settings.name: source.tokens_retained for source in sources},
         "tokens_cut": sum(source.tokens_used - source.tokens_retained for source in sources),
-        "first_row": packed.tokenizer.decode(ids),
+        "first_row": packed.tokenizer.decode(first_row),
     }
 
 
