@@ -104,11 +104,9 @@ def _checked(function: _Function) -> _Function:
 class ModelStatistics:
     """Statistics of a model, the result of `calibrate`."""
 
-    layers: Mapping[int, Mapping[str, Any]]
-    """Decoder layer -> name -> sums, fp64 arrays of the shapes in `moe_lab.statistics`. If two
-    passes have sums of the same name, those of the last pass."""
     sums: Mapping[str, Mapping[int, Mapping[str, Any]]]
-    """Name of a pass, such as "gradients" -> the sums of the pass, in the form of `layers`."""
+    """Name of a pass, such as "gradients" -> decoder layer -> name -> sums, fp64 arrays of the
+    shapes in `moe_lab.statistics`."""
     facts: Mapping[str, Any]
     """Parameters of the model, and the numbers of experts, channels and groups of each layer; see
     `models.facts`."""
@@ -118,7 +116,8 @@ class ModelStatistics:
     """Digests that differ between models of the same shape; see `models.identity`."""
 
     def __repr__(self) -> str:
-        return f"ModelStatistics({len(self.layers)} layers; passes: {', '.join(self.sums)})"
+        n_layers = len(self.facts["layers"])
+        return f"ModelStatistics({n_layers} layers; passes: {', '.join(self.sums)})"
 
     def __deepcopy__(self, memory: Any) -> ModelStatistics:
         """These statistics themselves, because pandas deep-copies the `attrs` of a data frame."""
@@ -171,7 +170,6 @@ def calibrate(
     from moe_lab.allocation import grouping
     from moe_lab.models.facts import model_facts
     from moe_lab.models.identity import model_digests
-    from moe_lab.statistics import merge_passes
 
     # each pass once; one name of a criterion is a list of one
     criteria = [criteria] if isinstance(criteria, str) else criteria
@@ -181,11 +179,8 @@ def calibrate(
     calibration = _calibration(model, tokenizer, text, seed, settings, "calibrate", any_tokenizer)
     with _eval_mode(model):
         sums = {name: _run_pass(name, model, calibration.batches) for name in passes}
-    # every layer needs an entry in the result, also for criteria that need no pass
-    empty_layers: Mapping[int, Mapping[str, Any]] = {layer: {} for layer in facts["layers"]}
-    layers = merge_passes([empty_layers, *sums.values()])
     digests = {name: compute() for name, compute in model_digests(model)}
-    return ModelStatistics(layers, sums, facts, calibration.report, digests)
+    return ModelStatistics(sums, facts, calibration.report, digests)
 
 
 def _calibration(
@@ -312,7 +307,8 @@ def score(
             f"have: calibrate with criteria=[..., {criterion!r}]"
         )
     facts = statistics.facts["layers"]
-    # without passes that have other sums of the same names
+    # every layer, also for criteria that need no pass; only the passes that the criterion needs,
+    # because others may have sums of the same names
     passes = [{layer: {} for layer in facts}, *[statistics.sums[need] for need in needs]]
     table = criteria.score(
         criterion,

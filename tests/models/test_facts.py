@@ -290,7 +290,7 @@ def test_inspect_is_right_about_all_families_of_the_registry(kind: str, tmp_path
     is_ragged = shape == "padded" and has_channels
     plans = {shape: random_plan(model, "ragged") if is_ragged else tiny.plan(model, 0.25)}
     plans["natural"] = random_plan(model, "uneven")
-    assert {*statistics.layers} == {*plans["natural"].layers}
+    assert {*statistics.facts["layers"]} == {*plans["natural"].layers}
     if STREAMED in described:
         with pytest.raises(UserError, match="run one by one"):
             open_streamed(settings)

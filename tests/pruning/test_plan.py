@@ -78,7 +78,7 @@ def warned(
 ) -> tuple[Plan, list[str]]:
     """The plan of scores of 32 experts in each layer, and what is warned of it."""
     layer = {"n_experts": 32, "width": 10, "top_k": 4, "n_group": 1, "topk_group": 1}
-    statistics = moe_lab.ModelStatistics({}, {}, {"layers": dict.fromkeys(values, layer)}, {}, {})
+    statistics = moe_lab.ModelStatistics({}, {"layers": dict.fromkeys(values, layer)}, {}, {})
     frames = []
     for number, scores in values.items():
         ids = numpy.indices(scores.shape).reshape(scores.ndim, -1)
