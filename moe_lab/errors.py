@@ -98,9 +98,7 @@ def check_installed(package: str, reason: str) -> None:
     """Raise UserError unless `package` is installed. `reason`: the setting that needs the
     package."""
     if find_spec(package.replace("-", "_")) is None:
-        error = UserError(f"{reason} needs the package {package}: pip install {package}")
-        # study/provenance.py recognises errors of installed software by their cause
-        raise error from ModuleNotFoundError(package)
+        raise UserError(f"{reason} needs the package {package}: pip install {package}")
 
 
 def reason_in(error: Exception) -> str:

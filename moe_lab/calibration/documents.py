@@ -518,8 +518,10 @@ def render(
     values = {
         name: value for name, value in _flat_arguments(arguments).items() if name in variables
     }
+    # `load_tokenizer` has set model.date on the tokenizer
+    day = datetime.fromisoformat(getattr(tokenizer, "date", ModelConfig.date))
     try:
-        with with_date(datetime.fromisoformat(_date(tokenizer)), template):
+        with with_date(day, template):
             text: str = tokenizer.apply_chat_template(
                 [{**_thoughts(message, template), **message} for message in messages],
                 **{**values, **options, "tokenize": False},
@@ -539,13 +541,6 @@ def _thoughts(message: Mapping[str, Any], template: str) -> dict[str, Any]:
     thoughts = [message[key] for key in THOUGHTS if key in message]
     read = [key for key in THOUGHTS if re.search(rf"[.'\"]{key}\b", template)]
     return dict.fromkeys(read, thoughts[0]) if thoughts else {}
-
-
-def _date(tokenizer: Any) -> str:
-    """The date, as ISO text, that chat templates write as today's date. `load_tokenizer` sets it on
-    the tokenizer."""
-    date: str = getattr(tokenizer, "date", ModelConfig.date)
-    return date
 
 
 def _flat_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -271,7 +271,6 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
     files. Two files are written instead of linked: generation_config.json leaves sampling to each
     request, and tokenizer_config.json leaves spaces in decoded texts as they are."""
     end_ids = end_token_ids(checkpoint, tokenizer)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end_ids[0]
     folder = Path(tokenizer.name_or_path)
     written_files = {
         "generation_config.json": {
@@ -279,7 +278,7 @@ def make_view(checkpoint: Path, view: Path, tokenizer: Any) -> None:
             "do_sample": True,
             "top_k": 0,
             "eos_token_id": end_ids,
-            "pad_token_id": pad_id,
+            "pad_token_id": tokenizer.pad_token_id,  # `load_tokenizer` has set one
         },
         "tokenizer_config.json": {
             **read_json_if_there(folder / "tokenizer_config.json"),
