@@ -299,9 +299,7 @@ def removals_within_limit(
     return call_or_suggest_ratio(decide, ratio)
 
 
-def count_subsets(
-    n_experts: int, removed: int, n_group: int = 1, protected: Collection[int] = ()
-) -> int:
+def count_subsets(n_experts: int, removed: int, n_group: int, protected: Collection[int]) -> int:
     """Number of ways to choose `removed` of `n_experts` experts: equally many from each of
     `n_group` groups of adjacent experts, and none that is `protected`."""
     groups = _removable_by_group(n_experts, n_group, protected)

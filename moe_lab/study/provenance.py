@@ -84,7 +84,7 @@ def read_step(folder: Path) -> Document:
     return read_sealed(folder / STEP)
 
 
-def damaged_files(folder: Path, *, hash_all: bool = False) -> dict[str, str]:
+def damaged_files(folder: Path, *, hash_all: bool) -> dict[str, str]:
     """Missing and damaged files of a step's folder: name of the file -> "missing" or "damaged".
 
     A file with another modification time than in STEP is hashed; with `hash_all`, every file is

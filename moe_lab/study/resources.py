@@ -309,7 +309,7 @@ def benchmark_run(
     backend: BackendConfig,
     *,
     copies: int,
-    installation_checks: Sequence[Check] = (),
+    installation_checks: Sequence[Check],
 ) -> Resources:
     """Resources of a step that runs a model on the items of benchmarks, which share batches if
     there are several. `copies`: number of copies of the weights in memory. The amount of work is

@@ -310,7 +310,7 @@ class Store:
         self._hashed_ids.add(step.id)
         return True
 
-    def damaged_files(self, name: str, *, hash_all: bool = False) -> dict[str, str]:
+    def damaged_files(self, name: str, *, hash_all: bool) -> dict[str, str]:
         """Missing and damaged files of the step KIND/NAME: file -> "missing" or "damaged". STEP is
         missing if the step is not in the store.
 

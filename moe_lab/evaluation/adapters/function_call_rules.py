@@ -83,7 +83,7 @@ class Undecodable(ValueError):
     """Raised for a text that is no list of calls."""
 
 
-def decode_calls(answer: str, functions: Sequence[Description] = ()) -> list[Call]:
+def decode_calls(answer: str, functions: Sequence[Description]) -> list[Call]:
     """The calls in an answer. docs/evaluation.md lists the forms of calls. Raises Undecodable for
     an answer that has none of these forms.
 

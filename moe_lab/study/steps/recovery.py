@@ -119,9 +119,9 @@ PlanStep = CellPlan | AlignedPlan
 class Storage:
     """How the weights of a recovered model are stored."""
 
-    bits: int = 16
+    bits: int
     """Bits of a weight in `modules`."""
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...]
     """Names of the modules that are stored in fewer than 16 bits."""
 
 
