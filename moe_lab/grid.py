@@ -211,16 +211,16 @@ def _pattern(name: Any) -> str:
     return re.sub(r"^glob\((.*)\)$", r"\1", str(name))
 
 
+@dataclass
 class _Axes:
     """The values of each axis of a study's grids. A value of a group is an object, such as a
     ModelConfig; it is called a choice. Its name is that of a file of the group, or a path. Choices
     with the same name and the same settings are the same object."""
 
-    def __init__(self, draft: Draft, files: Files) -> None:
-        self.draft = draft
-        self.files = files
-        self._choices: dict[tuple[str, str, str], Any] = {}
-        """(axis, name, settings as text) -> the choice that `_choice` returned for them."""
+    draft: Draft
+    files: Files
+    choices: dict[tuple[str, str, str], Any] = field(default_factory=dict)
+    """(axis, name, settings as text) -> the choice that `_choice` returned for them."""
 
     def _composed_name(self, axis: str) -> str:
         """Name of the file of a group in the composed configuration; "" if there is none."""
@@ -297,9 +297,9 @@ class _Axes:
     def _choice(self, axis: str, name: str, settings: Document) -> Any:
         """The choice `name` of a group. `settings`: setting, such as model.top_k -> its value."""
         key = (axis, name, str(settings))
-        if key not in self._choices:
-            self._choices[key] = self._compose(axis, name, settings)
-        return self._choices[key]
+        if key not in self.choices:
+            self.choices[key] = self._compose(axis, name, settings)
+        return self.choices[key]
 
     def _compose(self, axis: str, name: str, settings: Document) -> Any:
         """A new, checked choice from the arguments of `_choice`. Its settings are those in its

@@ -4,7 +4,7 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -40,28 +40,25 @@ BARRING_BIAS = numpy.array(-10000.0)
 """With this bias, no score (0 to 1) or logit of a retained expert is lower."""
 
 
+@dataclass(eq=False)
 class Block:
     """One MoE block of the original checkpoint, and its tensors in the export. In the original,
     each expert has tensors of its own, or a tensor is a stack of all experts."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, tuple[Entry, ExpertTensor]],
-        form: LayerForm,
-        n_experts: int,
-        routing: Sequence[str],
-        width: int = 0,
-    ) -> None:
-        """`tensors`: name of each tensor of the block's experts -> (where it is on disk, what it
-        holds). `n_experts`: number of experts before pruning. `routing`: names of the router's
-        tensors. `width`: number of channels of an expert before pruning, for a plan of channels."""
-        self.tensors = tensors
-        self.routing = routing
-        self.form = form
-        self.n_experts = n_experts
-        self.width = width
-        self.prefix = next(expert_tensor.block for _, expert_tensor in tensors.values())
+    tensors: Mapping[str, tuple[Entry, ExpertTensor]]
+    """Name of each tensor of the block's experts -> (where it is on disk, what it holds)."""
+    form: LayerForm
+    n_experts: int
+    """Number of experts before pruning."""
+    routing: Sequence[str]
+    """Names of the router's tensors."""
+    width: int = 0
+    """Number of channels of an expert before pruning, for a plan of channels."""
+
+    @property
+    def prefix(self) -> str:
         """Prefix of the names of all tensors of the block, ending in a dot."""
+        return next(expert_tensor.block for _, expert_tensor in self.tensors.values())
 
     @cached_property
     def matrices(self) -> dict[tuple[str, int], Entry]:
