@@ -173,9 +173,9 @@ def read_record(root: Path, study: str) -> Document | None:
 
 
 def join_records(current: Mapping[str, Document]) -> Document:
-    """One record from all records in `current`, the result of `current_records`. The record has the
-    cells of all records, and the rows of all records in the entries FIGURE_STEPS. All other entries
-    are copied from the last record. The entry "run" has the name of the last record's run.
+    """One record from all records in `current`, such as the result of `current_records`. The record
+    has the cells of all records, and the rows of all records in the entries FIGURE_STEPS. All other
+    entries are copied from the last record. The entry "run" has the last key of `current`.
 
     A cell in several records gets the benchmarks of all these records. If two records name
     different steps for the cell, the cell is copied from the later record, and added to the entry

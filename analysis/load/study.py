@@ -197,7 +197,7 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
     for cell in cells.index:
         if entries[cell]["cell"] in differing_cells:
             reader.record_gap(
-                "runs at the same time have it with different settings: the later run counts",
+                "runs have it with different settings: the latest counts",
                 label_of_cell[cell],
             )
         if is_repeated[cell]:

@@ -77,6 +77,31 @@ def test_failure_in_a_study_does_not_hide_a_result_in_another(store: Path, tmp_p
         assert study.gaps == [], order
 
 
+def test_a_model_that_failed_in_a_study_is_that_of_another(store: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(store, tmp_path / "copy"))
+    with edited_document(record_path(damaged, "experts")) as record:
+        for entry in record["cells"]:
+            entry.update(model=None, evaluate=dict.fromkeys(entry["evaluate"]))
+    study = load(damaged, "experts,channels")
+    assert study.cells["method"].tolist() == ["none", "reap", "man", "heapr"]
+    assert set(study.results["cell"]) == {0, 1, 3}
+
+
+def test_of_different_results_those_of_the_newest_study_count(store: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(store, tmp_path / "copy"))
+    with edited_document(record_path(changed, "experts")) as record:
+        record["created"] += 1
+        unpruned, reap, _ = (entry["evaluate"] for entry in record["cells"])
+        reap["gsm8k"] = unpruned["gsm8k"]
+    for order in ("experts,channels", "channels,experts"):
+        study = load(changed, order)
+        rows = study.results[study.results["benchmark"] == "gsm8k"].set_index("cell")
+        [reap_cell] = study.cells.index[study.cells["method"] == "reap"]
+        [gap] = study.gaps
+        assert gap.location == labels(study.cells)[reap_cell]
+        assert rows.loc[reap_cell, "folder"] == unpruned["gsm8k"], order
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_two_models_of_one_name_are_two(store: Path, together: bool) -> None:
     """Each in a study of its own, or both in one, as jobs of a multirun leave them; what is one
