@@ -7,10 +7,10 @@ import json
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
@@ -132,22 +132,10 @@ def write_report(publisher: Publisher) -> Path:
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
     results = publisher.results
-    study = results.study
-    # reading the answers takes a fifth of the time of a large report
-    is_large = len(study.origins) > FEW_EVALUATIONS
-    executor = (
-        ProcessPoolExecutor(1, get_context("spawn"), _end_quietly)
-        if is_large
-        else ThreadPoolExecutor(1)
-    )
-    with executor:
-        # the new process inherits the block, so that Ctrl-C waits for its imports
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        answers = executor.submit(page_answers, study.results, study.store)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-        # the output `gaps` is left for `_chapters`, which publishes it when all gaps are known
-        shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
-        items_by_output, _ = publisher.publish(shown)
+    answers = _start_reading(results.study)
+    # the output `gaps` is left for `_chapters`, which publishes it when all gaps are known
+    shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
+    items_by_output, _ = publisher.publish(shown)
     path = publisher.out / PAGE
     text = publisher.attempt(SUMMARY, lambda: ranking_text(results.rankings)) or ""
     page.write(_page(publisher, items_by_output, answers), path, vega.library())
@@ -158,10 +146,41 @@ def write_report(publisher: Publisher) -> Path:
     return path
 
 
-def _end_quietly() -> None:
-    """Let Ctrl-C end this process without a stack trace."""
+AnswersAndGaps = tuple[dict[str, str], list[Gap]]
+"""See `page_answers`."""
+
+
+def _start_reading(study: Study) -> Callable[[], AnswersAndGaps]:
+    """A function that returns the `page_answers` of a study. Those of many evaluations, which take
+    a fifth of the time of a report, are read by another process from now on."""
+    read = partial(page_answers, study.results, study.store)
+    if len(study.origins) <= FEW_EVALUATIONS:
+        return read
+    spawning = get_context("spawn")
+    receiver, sender = spawning.Pipe(duplex=False)
+    process = spawning.Process(target=_send, args=(read, sender), daemon=True)
+    resource_tracker.ensure_running()  # otherwise `start` does it, and unblocks the signal
+    # the new process inherits the block, so that Ctrl-C waits for its imports
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    sender.close()  # only the other process has it now, and `recv` ends with that process
+
+    def received() -> AnswersAndGaps:
+        try:
+            answers: AnswersAndGaps = receiver.recv()
+        except EOFError:  # the process was killed, or has failed as this one will
+            return read()
+        return answers
+
+    return received
+
+
+def _send(read: Callable[[], AnswersAndGaps], sender: Connection) -> None:
+    """Send the result of `read`. Ctrl-C ends the process without a stack trace."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    sender.send(read())
 
 
 FIRST = ("ranking", "benchmark_groups", "winners")
@@ -169,16 +188,14 @@ FIRST = ("ranking", "benchmark_groups", "winners")
 
 
 def _page(
-    publisher: Publisher,
-    items_by_output: ItemsByOutput,
-    answers: Future[tuple[dict[str, str], list[Gap]]],
+    publisher: Publisher, items_by_output: ItemsByOutput, answers: Callable[[], AnswersAndGaps]
 ) -> Page:
-    """The page. answers: result of `page_answers`."""
+    """The page. answers: see `_start_reading`."""
     results = publisher.results
     study = results.study
 
     def answers_of_benchmarks() -> dict[str, str]:
-        documents, gaps = answers.result()
+        documents, gaps = answers()
         for gap in gaps:
             study.reader.record_gap(*gap)
         return documents

@@ -11,6 +11,7 @@ import sys
 from base64 import b64decode
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -555,6 +556,10 @@ def test_another_process_reads_the_answers_of_a_large_report(
         for path in (page, plans.page)
     )
     assert large and large == small
+    answers = report._start_reading(study)
+    for process in active_children():
+        process.kill()
+    assert answers() == differences.page_answers(study.results, store)
     next(store.glob("evaluate/*-man-*gsm8k-*/samples.parquet")).unlink()
     page = report.write_report(report.Publisher(Results(study), tmp_path / "part"))
     assert "samples.parquet is missing" in page_text(page)
