@@ -249,31 +249,30 @@ def page_answers(results: pd.DataFrame, store: Path) -> tuple[dict[str, str], li
         verdict = frame["outcome"].map({0: "wrong", 1: "right"}).fillna(frame["outcome"].map(str))
         for column, remark in (("limit", ", cut off"), ("loop", ", loops")):
             verdict += np.where(frame[column] == 1, remark, "")
-        cells = rows.groupby("folder")["cell"].agg(list)  # several cells can share an evaluation
-        items: dict[str, list[str]] = {}
-        # key of an item -> (verdict, answer) -> cells
-        answers_of: dict[str, dict[tuple[str, str], list[int]]] = {}
-        texts = frame[["item", "prompt", "right_answer"]].to_numpy().tolist()
-        given = zip(verdict, frame["answer"], strict=True)
-        for key, folder, text, answer in zip(
-            frame["key"], frame["folder"], texts, given, strict=True
+        # several cells can share an evaluation
+        cells = rows.groupby("folder")["cell"].agg(list).to_dict()
+        # key of an item -> (its texts, (verdict, answer) -> cells)
+        items: dict[str, tuple[list[str], dict[tuple[str, str], list[int]]]] = {}
+        shown = ["key", "folder", "item", "prompt", "right_answer", "verdict", "answer"]
+        for key, folder, *texts, verdict_text, answer in (
+            frame.assign(verdict=verdict)[shown].to_numpy().tolist()
         ):
-            items.setdefault(key, text)
-            answers_of.setdefault(key, {}).setdefault(answer, []).extend(cells[folder])
-        characters = sum(len(prompt) for _, prompt, _ in items.values()) + sum(
-            len(answer) for distinct in answers_of.values() for _, answer in distinct
-        )
+            _, cells_of_answer = items.setdefault(key, (texts, {}))
+            cells_of_answer.setdefault((verdict_text, answer), []).extend(cells[folder])
+        characters = 0
+        for (_, prompt, _), cells_of_answer in items.values():
+            characters += len(prompt) + sum(len(answer) for _, answer in cells_of_answer)
         step, note = _sampling(characters * results["benchmark"].nunique() / MOST_CHARACTERS)
         rows_of_items = [
-            [*items[key], [[*answer, of_answer] for answer, of_answer in answers_of[key].items()]]
-            for key in list(items)[::step]
+            [*texts, [[*answer, of_answer] for answer, of_answer in cells_of_answer.items()]]
+            for texts, cells_of_answer in list(items.values())[::step]
         ]
         documents[names.benchmark(str(benchmark))] = packed({"items": rows_of_items, "note": note})
     return documents, list(reader.gaps)
 
 
 def _sampling(size: float) -> tuple[int, str]:
-    """(step, sentence): of `step` items, one is shown, so that at most a share 1/`size` is; a
-    sentence that says so, unless all are shown."""
+    """(step, note) of a sample: the first of each `step` items is shown. size: size of all items,
+    in units of what the page may have. note: a sentence that says so, "" if all are shown."""
     step = max(1, math.ceil(size))
     return step, f"A sample: one of {step} items. " if step > 1 else ""

@@ -132,7 +132,7 @@ def write_report(publisher: Publisher) -> Path:
     An output that fails is a gap on the page, with its traceback in OUT/failed.
     """
     results = publisher.results
-    answers = _start_reading(results.study)
+    answers = _start_reading_answers(results.study)
     # the output `gaps` is left for `_chapters`, which publishes it when all gaps are known
     shown = [name for name, output in outputs().items() if output.chapter and name != GAPS]
     items_by_output, _ = publisher.publish(shown)
@@ -150,7 +150,7 @@ AnswersAndGaps = tuple[dict[str, str], list[Gap]]
 """See `page_answers`."""
 
 
-def _start_reading(study: Study) -> Callable[[], AnswersAndGaps]:
+def _start_reading_answers(study: Study) -> Callable[[], AnswersAndGaps]:
     """A function that returns the `page_answers` of a study. Those of many evaluations, which take
     a fifth of the time of a report, are read by another process from now on."""
     read = partial(page_answers, study.results, study.store)
@@ -190,7 +190,7 @@ FIRST = ("ranking", "benchmark_groups", "winners")
 def _page(
     publisher: Publisher, items_by_output: ItemsByOutput, answers: Callable[[], AnswersAndGaps]
 ) -> Page:
-    """The page. answers: see `_start_reading`."""
+    """The page. answers: see `_start_reading_answers`."""
     results = publisher.results
     study = results.study
 

@@ -69,6 +69,10 @@ def costs(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     return _by_cell(costs, ["bits", *COSTS]).astype(float)
 
 
+_SHARES = ("layer", "expert", "share", "constant", "merged")
+"""Columns of `retained_shares`, besides cell."""
+
+
 def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """Which share of each expert of the unpruned model a cell's plan retains; one row per cell and
     expert.
@@ -84,7 +88,7 @@ def retained_shares(cells: pd.DataFrame, reader: Reader) -> pd.DataFrame:
     """
     plans = _read_documents(cells, "plan", reader)
     shares = {cell: _shares(plan) for cell, plan in plans.items()}
-    return _stack_by_cell(shares, ("layer", "expert", "share", "constant", "merged"))
+    return _stack_by_cell(shares, _SHARES)
 
 
 def removed_shares(cells: pd.DataFrame, reader: Reader) -> pd.Series:
@@ -242,8 +246,7 @@ def _shares(plan: Mapping[str, Any]) -> pd.DataFrame:
         layers.append((np.full_like(experts, int(index)), experts, share, is_constant, is_merged))
     # one frame for all layers, as making a frame takes most of the time
     columns = map(np.concatenate, zip(*layers, strict=True))
-    names = ("layer", "expert", "share", "constant", "merged")
-    return pd.DataFrame(dict(zip(names, columns, strict=True)))
+    return pd.DataFrame(dict(zip(_SHARES, columns, strict=True)))
 
 
 def _stack_by_cell(

@@ -13,12 +13,12 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from moe_lab.allocation.protection import protected_entry
-from moe_lab.calibration.batches import answer_batches
+from moe_lab.calibration.batches import AnswerBatch, answer_batches
 from moe_lab.config import CalibrationConfig
 from moe_lab.json_files import ResultCache, write_json
 from moe_lab.models.config_json import eos_tokens
 from moe_lab.search.candidates import Candidates, Plans
-from moe_lab.search.evolution import evolve, parse, space_to_search
+from moe_lab.search.evolution import SearchSettings, evolve, parse, space_to_search
 from moe_lab.search.speculative_decoding import DraftingCandidates
 
 FITNESS_CACHE = "answers.jsonl"
@@ -53,12 +53,7 @@ def search(
     space = space_to_search(settings, facts, parameters)
     rows = answer_batches(text, tokenizer, header=parameters.header)
     plans = Plans({int(layer): router for layer, router in facts["layers"].items()}, scores)
-    candidates: Candidates | DraftingCandidates
-    if parameters.fitness == "spec_dec":
-        end_tokens = frozenset(eos_tokens(model.generation_config.eos_token_id, tokenizer))
-        candidates = DraftingCandidates(model, plans, rows, parameters, end_tokens)
-    else:
-        candidates = Candidates(model, plans, rows, parameters)
+    candidates = _candidates(model, tokenizer, plans, rows, parameters)
     start = time.perf_counter()
     cache = ResultCache(partial / FITNESS_CACHE)
     history = evolve(
@@ -86,3 +81,17 @@ def search(
     }
     report = {"layers": plans.layers, "settings": asdict(parameters), "cost": cost}
     write_json(out / "search.json", report)
+
+
+def _candidates(
+    model: Any,
+    tokenizer: Any,
+    plans: Plans,
+    rows: Sequence[AnswerBatch],
+    parameters: SearchSettings,
+) -> Candidates | DraftingCandidates:
+    """The candidates of a search, which compute its fitness function. `rows`: the search set."""
+    if parameters.fitness == "spec_dec":
+        end_tokens = frozenset(eos_tokens(model.generation_config.eos_token_id, tokenizer))
+        return DraftingCandidates(model, plans, rows, parameters, end_tokens)
+    return Candidates(model, plans, rows, parameters)

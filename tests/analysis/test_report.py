@@ -556,7 +556,7 @@ def test_another_process_reads_the_answers_of_a_large_report(
         for path in (page, plans.page)
     )
     assert large and large == small
-    answers = report._start_reading(study)
+    answers = report._start_reading_answers(study)
     for process in active_children():
         process.kill()
     assert answers() == differences.page_answers(study.results, store)
