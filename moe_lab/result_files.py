@@ -177,21 +177,15 @@ def join_records(current: Mapping[str, Document]) -> Document:
     has the cells of all records, and the rows of all records in the entries FIGURE_STEPS. All other
     entries are copied from the last record. The entry "run" has the last key of `current`.
 
-    A cell in several records gets the benchmarks of all these records. If two records name
-    different steps for the cell, the cell is copied from the later record, and added to the entry
-    "differing".
+    The entries of a cell in several records are merged, see `_merge`.
     """
     cells: dict[str, Document] = {}
     figures: dict[str, dict[FigureKey, Document]] = {figure: {} for figure in FIGURE_STEPS}
-    differing = {}
     for record in current.values():
         for entry in record["cells"]:
             # models may have the same name, so the key also has the id of the step "model"
             key = canonical({**entry["cell"], "id": (entry.get("model") or "")[-ID_DIGITS:]})
-            merged = _merge(cells[key], entry) if key in cells else entry
-            if merged is None:  # the two records name different steps
-                differing[key] = entry["cell"]
-            cells[key] = merged or entry
+            cells[key] = _merge(cells[key], entry) if key in cells else entry
         for figure, rows in figures.items():
             for row in record[figure]:
                 figure_key = FigureKey(*[row[name] for name in FigureKey._fields])
@@ -203,11 +197,12 @@ def join_records(current: Mapping[str, Document]) -> Document:
         "run": last_run,
         "cells": list(cells.values()),
         **{figure: list(rows.values()) for figure, rows in figures.items()},
-        "differing": list(differing.values()),
     }
 
 
-STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", "cost", "profile", "timing")
+MEASUREMENTS = ("cost", "profile", "timing")
+"""Those of STEPS that measure a model and change no weights."""
+STEPS = ("model", "statistics", "scores", "plan", "finetune", "export", *MEASUREMENTS)
 """Fields of a cell in a record whose value is the folder of a step, or None."""
 ID_DIGITS = 12
 """Number of digits of a step's id at the end of the name of the step's folder."""
@@ -218,35 +213,34 @@ def start_of(name: str) -> str:
     return name[-ID_DIGITS:]
 
 
-Folders = Mapping[str, str | None]
-"""Field of a cell, or name of a benchmark -> folder of the step; None if the step is missing."""
+def _finished(entry: Document) -> dict[str, str]:
+    """Field of a cell's entry, or name of a benchmark -> folder of the step, if it is finished."""
+    folders = {**{name: entry.get(name) for name in STEPS}, **entry["evaluate"]}
+    return {name: folder for name, folder in folders.items() if folder}
 
 
-def _merge(old: Document, new: Document) -> Document | None:
+def _merge(old: Document, new: Document) -> Document:
     """Merge the entries of one cell in two records: `old` in the earlier record, `new` in the later
-    record. Returns None if `old` and `new` name different steps."""
-    steps = _merge_folders(
-        {name: old.get(name) for name in STEPS}, {name: new.get(name) for name in STEPS}
-    )
-    evaluate = _merge_folders(old["evaluate"], new["evaluate"])
-    if steps is None or evaluate is None:
-        return None
-    finished = {**steps, **evaluate}
+    record. Each step and benchmark is copied from `new` if it is finished there, else from `old`.
+    All are copied from `new` if the entries are about different weights. The entry "differing" has
+    the fields and benchmarks for which `old` and `new` have steps with different ids."""
+    old_folders, new_folders = _finished(old), _finished(new)
+    differing = [
+        name
+        for name in old_folders.keys() & new_folders.keys()
+        if start_of(old_folders[name]) != start_of(new_folders[name])
+    ]
+    new = {**new, "differing": sorted({*old.get("differing", ()), *differing})}
+    if set(differing) & set(STEPS).difference(MEASUREMENTS):
+        return new
+    finished = {**old_folders, **new_folders}
     errors = {**old["errors"], **new["errors"]}
-    errors = {name: error for name, error in errors.items() if not finished.get(name)}
-    return {**new, **steps, "evaluate": evaluate, "errors": errors}
-
-
-def _merge_folders(old: Folders, new: Folders) -> dict[str, str | None] | None:
-    """Field or benchmark -> folder of the step, from `old` and `new` together. None if the folders
-    of a field have different ids. Of folders with the same id, `new` has the current label."""
-    merged = dict(old)
-    for name, folder in new.items():
-        old_folder = old.get(name)
-        if folder and old_folder and folder[-ID_DIGITS:] != old_folder[-ID_DIGITS:]:
-            return None
-        merged[name] = folder or old_folder
-    return merged
+    return {
+        **new,
+        **{name: finished.get(name) for name in STEPS},
+        "evaluate": {name: finished.get(name) for name in {**old["evaluate"], **new["evaluate"]}},
+        "errors": {name: error for name, error in errors.items() if name not in finished},
+    }
 
 
 def finished_steps(record: Document) -> set[str]:

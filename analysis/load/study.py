@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -146,6 +147,7 @@ def load(store: Path, name: str) -> Study:
         reader=reader,
         notes=[
             *remarks(results, origins, cells, libraries),
+            *_difference_remarks(entries, cells),
             *_contamination_remarks(contaminations),
         ],
     )
@@ -154,6 +156,21 @@ def load(store: Path, name: str) -> Study:
 REMARKABLE = 0.01
 """A remark names a benchmark if a calibration set contains more than this share of the benchmark's
 items that are long enough to be looked for."""
+
+
+def _difference_remarks(entries: Entries, cells: pd.DataFrame) -> list[str]:
+    """Sentences about cells that several runs or studies have with different settings."""
+    label_of_cell = labels(cells)
+    labels_of_fields = defaultdict(list)
+    for cell, entry in entries.items():
+        if fields := entry.get("differing"):
+            labels_of_fields[tuple(fields)].append(label_of_cell[cell])
+    return [
+        f"{names.enumeration(fields)} of {names.count(len(cell_labels), 'cell')} "
+        f"({cell_labels[0]}{', ...' * (len(cell_labels) > 1)}) had different settings in several "
+        "runs: the latest results count."
+        for fields, cell_labels in labels_of_fields.items()
+    ]
 
 
 def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
@@ -193,13 +210,7 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
     cells["method"] = _method_keys(cells)
     label_of_cell = labels(cells)
     is_repeated = cells.duplicated(list(AXES))
-    differing_cells = document.get("differing", [])
     for cell in cells.index:
-        if entries[cell]["cell"] in differing_cells:
-            reader.record_gap(
-                "runs have it with different settings: the latest counts",
-                label_of_cell[cell],
-            )
         if is_repeated[cell]:
             reader.record_gap("listed twice, counted once", label_of_cell[cell])
     rows = _add_folders(cells[~is_repeated], entries)
