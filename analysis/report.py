@@ -7,11 +7,14 @@ import json
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Thread
 from typing import TypeVar
 
 from moe_lab import progress
@@ -160,11 +163,8 @@ def _start_reading_answers(study: Study) -> Callable[[], AnswersAndGaps]:
     receiver, sender = spawning.Pipe(duplex=False)
     process = spawning.Process(target=_send, args=(read, sender), daemon=True)
     resource_tracker.ensure_running()  # otherwise `start` does it, and unblocks the signal
-    # the new process inherits the block, so that Ctrl-C waits for its imports
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    process.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    sender.close()  # only the other process has it now, and `recv` ends with that process
+    # in a thread, because `start` returns after the imports of the new process
+    Thread(target=_start, args=(process, sender)).start()
 
     def received() -> AnswersAndGaps:
         try:
@@ -174,6 +174,14 @@ def _start_reading_answers(study: Study) -> Callable[[], AnswersAndGaps]:
         return answers
 
     return received
+
+
+def _start(process: BaseProcess, sender: Connection) -> None:
+    """Start a process that inherits a block of SIGINT, so that Ctrl-C waits for its imports."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    with suppress(OSError), sender:  # such as a broken pipe, if the process was killed
+        process.start()
+    # only the process has `sender` now, so `recv` ends with the process
 
 
 def _send(read: Callable[[], AnswersAndGaps], sender: Connection) -> None:

@@ -134,12 +134,12 @@ def smoothing_figure(results: Results, comparison: Comparison) -> Figure | None:
     """Target share of the score that each layer keeps, under each smoothing of layer losses.
 
     A panel per calibration set, a line per smoothing."""
-    from moe_lab.allocation.shapes import SMOOTHINGS, smooth
-
     losses = results.study.layer_losses
     losses = losses[losses["model"] == comparison.model].dropna(subset=["loss"])
     if losses.empty or coverage_cells(comparison).empty:
         return None
+    from moe_lab.allocation.shapes import SMOOTHINGS, smooth  # takes almost half a second
+
     frames = []
     for key, layers in groups(sort_cells(losses, "calibration", "layer"), ["calibration"]):
         set_name = names.calibration(key["calibration"])
