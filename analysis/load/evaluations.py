@@ -206,11 +206,6 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
     return outcomes
 
 
-def are_binary(outcomes: np.ndarray) -> bool:
-    """Whether all outcomes are 0, 1 or missing (NaN)."""
-    return bool(np.isin(outcomes[~np.isnan(outcomes)], (0.0, 1.0)).all())
-
-
 def remarks(
     results: pd.DataFrame,
     origins: pd.DataFrame,

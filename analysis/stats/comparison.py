@@ -189,6 +189,16 @@ class Comparison:
         scores = pd.DataFrame({"score": self.score(target), "low": low, "high": high})
         return pd.DataFrame(self.quantity(target).to_displayed(scores))
 
+    @cached_property
+    def binary_outcomes(self) -> dict[str, np.ndarray]:
+        """The `outcomes` of benchmarks with right-or-wrong items of equal weights."""
+        return {
+            benchmark: outcomes
+            for benchmark, outcomes in self.outcomes.items()
+            if benchmark not in self.item_weights
+            and np.isin(outcomes[~np.isnan(outcomes)], (0, 1)).all()
+        }
+
     @_cached_by_target
     def interval(self, target: Target) -> tuple[pd.Series, pd.Series]:
         """The low and the high ends of the 95 % intervals of all cells' scores.
@@ -200,12 +210,7 @@ class Comparison:
         """
         weights = self.weights(target)
         benchmarks = list(weights)
-        # outcomes (plans, items) of a single benchmark with right-or-wrong items of equal weights
-        outcomes = None
-        if len(benchmarks) == 1 and benchmarks[0] not in self.item_weights:
-            outcomes = self.outcomes.get(benchmarks[0])
-        if outcomes is not None and not evaluations.are_binary(outcomes):
-            outcomes = None
+        outcomes = self.binary_outcomes.get(benchmarks[0]) if len(benchmarks) == 1 else None
         # arrays, because operations of pandas take most of the time for so few numbers
         ends = np.array(
             [self._interval_of_cell(target, cell, outcomes) for cell in self.plans_by_seed]
