@@ -28,7 +28,6 @@ from moe_lab.analysis.outputs.score_rows import (
     cells_without_recovery,
     coverage_cells,
     ratio_lines,
-    shallow_middle_deep_layers,
     sort_cells,
 )
 from moe_lab.analysis.registry import Results, output, per_model
@@ -317,7 +316,8 @@ def bars_figure(results: Results, comparison: Comparison) -> Figure | None:
         of_pass = study.experts[PASS] == (comparison.model, row["calibration"])
         experts = study.experts[of_pass.all(axis=1)]
         retained = study.retained[study.retained["cell"] == row["cell"]]
-        layers = shallow_middle_deep_layers(list(curves["layer"]))
+        # the first layer, the middle one (the lower of two), and the last
+        layers = curves["layer"].drop_duplicates().quantile([0, 0.5, 1], interpolation="lower")
         bars = expert_bars(curves[curves["layer"].isin(layers)], retained, experts)
         frames.append(bars.assign(panel=f"{row['label']}, layer " + bars["layer"].astype(str)))
     if not frames:

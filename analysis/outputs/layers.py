@@ -277,17 +277,6 @@ def _bars_and_line(
     return Figure(title, caption, rows, [both], 2, size, independent)
 
 
-def with_moments(sums: pd.DataFrame) -> pd.DataFrame:
-    """The rows with two more columns: mean and standard deviation (std) of the values of a raw
-    statistic.
-
-    sums: columns sum, square and count, see `passes.raw_statistics`."""
-    mean = sums["sum"] / sums["count"]
-    # rounding errors can give less than 0
-    variance = (sums["square"] / sums["count"] - mean**2).clip(lower=0)
-    return sums.assign(mean=mean, std=variance**0.5)
-
-
 @output(
     "coverage.fig3",
     chapter="attribution",
@@ -309,8 +298,7 @@ def statistics_figure(results: Results, comparison: Comparison) -> Figure | None
     drawn = {label: rows for label, rows in rows_of_statistic.items() if len(rows)}
     if not drawn:
         return None
-    layers = sorted(experts["layer"].unique())
-    middle = layers[(len(layers) - 1) // 2]
+    middle = experts["layer"].drop_duplicates().quantile(interpolation="lower")
     frames = []
     for label, statistic in drawn.items():
         by_layer = statistic.groupby("layer", as_index=False)
@@ -320,12 +308,12 @@ def statistics_figure(results: Results, comparison: Comparison) -> Figure | None
         experts_of_layer = statistic[statistic["layer"] == middle]
         by_loss = experts_of_layer.sort_values("ablation", ascending=False, kind="stable")
         frames.append(by_loss.assign(panel=f"(b) {label}, layer {middle}", x=by_loss["expert"]))
-    rows = with_moments(pd.concat(frames))
-    rows = rows.assign(
-        line=rows["mean"],
-        low=rows["mean"] - rows["std"],
-        high=rows["mean"] + rows["std"],
-    )
+    rows = pd.concat(frames)
+    mean = rows["sum"] / rows["count"]
+    # rounding errors can give less than 0
+    variance = (rows["square"] / rows["count"] - mean**2).clip(lower=0)
+    deviation = variance**0.5
+    rows = rows.assign(line=mean, low=mean - deviation, high=mean + deviation)
     caption = (
         "Weights: |w| of an expert. Activations and gradients: the root mean square over its "
         "tokens of each channel, the input of its down projection, and of the gradient of the loss "

@@ -334,15 +334,6 @@ def pareto_front(
     return (entries["merit"] == entries["cost"].map(front)).to_numpy()
 
 
-def shallow_middle_deep_layers(layers: Sequence[int]) -> list[int]:
-    """The first, the middle (the lower of two) and the last of the distinct `layers`, in ascending
-    order."""
-    ordered = sorted(set(layers))
-    if not ordered:
-        return []
-    return sorted({ordered[0], ordered[(len(ordered) - 1) // 2], ordered[-1]})
-
-
 _ORDERS: Mapping[Any, Callable[[Iterable[str]], list[str]]] = {
     "criterion": partial(names.in_order, order=names.CRITERIA),
     "recovery": partial(names.in_order, order=names.RECOVERIES),

@@ -15,7 +15,6 @@ from moe_lab.analysis.load.study import Study, load
 from moe_lab.analysis.outputs import (
     attributions,
     layers,
-    score_rows,
 )
 from moe_lab.analysis.registry import Results, outputs
 from moe_lab.study.steps import tables
@@ -176,11 +175,6 @@ def test_bars_of_experts_have_scores_and_attributions() -> None:
     assert once["kept"].tolist() == [0.25, 0.75]
     assert once["attribution"].tolist() == [1.0, 0.0], "negative ones are drawn at 0"
     assert bars[["kept", "attribution"]].notna().sum().tolist() == [2, 2]
-
-
-def test_layers_to_draw_are_the_first_the_middle_and_the_last() -> None:
-    assert score_rows.shallow_middle_deep_layers([5, 1, 3, 4, 1]) == [1, 3, 5]
-    assert score_rows.shallow_middle_deep_layers([2]) == [2]
 
 
 def test_missing_sums_are_no_gap(results: Results) -> None:
