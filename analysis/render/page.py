@@ -81,14 +81,10 @@ def write(page: Page, path: Path, library: str) -> None:
         "columns": table.printed_columns,
         "id": identifier,
     }
-    files = {
-        name: (_TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
-    }
     scripts = _write_data(page, path.parent / DATA)
     text = environment.get_template("page.html.j2").render(
-        page=page, css=files["page.css"], code=files["page.js"], library=library, scripts=scripts,
-        theme=_THEME, footnotes=table.footnotes,
-    )  # fmt: skip
+        page=page, library=library, scripts=scripts, theme=_THEME, footnotes=table.footnotes
+    )
     path.write_text(text, encoding="utf-8")
 
 
@@ -96,7 +92,6 @@ _THEME = {
     charts.INK: "var(--ink)",
     charts.MUTED: "var(--muted)",
     charts.RULE: "var(--rule)",
-    charts.SURFACE: "transparent",
 }
 """Colour of figures -> the page's colour, which follows its theme."""
 
