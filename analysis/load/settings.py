@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -21,17 +20,15 @@ def removed_noun(cells: pd.DataFrame) -> str:
 
 def labels(cells: pd.DataFrame) -> dict[int, str]:
     """Cell -> label that identifies the cell in gaps."""
+    labels = {}
     rows = zip(cells.index.tolist(), records(cells), gate_and_seed(cells), strict=True)
-    return {cell: " ".join(filter(None, (*_label_parts(row), text))) for cell, row, text in rows}
-
-
-def _label_parts(row: Mapping[str, Any]) -> Sequence[str]:
-    """The parts of a cell's label without its gate and seed."""
-    criterion, allocation, recovery = names.method_parts(row["method"])
-    if criterion == "none":
-        return row["model"], "unpruned", recovery
-    ratio = f"{row['ratio']:g}"
-    return row["model"], criterion, row["calibration"], ratio, allocation, recovery
+    for cell, row, text in rows:
+        criterion, *others = names.method_parts(row["method"])
+        plan = ["unpruned"]
+        if criterion != "none":
+            plan = [criterion, row["calibration"], f"{row['ratio']:g}"]
+        labels[cell] = " ".join(filter(None, (row["model"], *plan, *others, text)))
+    return labels
 
 
 AXES = (
@@ -116,8 +113,3 @@ SEARCHED = "evolutionary"
 ALL_BUT_ALLOCATION = ["ratio", "criterion", "calibration", "recovery", "gate"]
 """Cells of a model with equal values in these columns differ only in their allocation, which
 includes the settings of a search."""
-
-
-def is_searched(allocation: str) -> bool:
-    """Whether an allocation of a study's record was found by a search."""
-    return allocation.startswith(SEARCHED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Study:
     libraries: Mapping[str, list[str]]
     """Library -> all its versions with which the results, and the steps behind them, were made."""
     reader: Reader
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
     """Remarks about the results, such as different versions of a library."""
 
     @cached_property
@@ -208,12 +208,13 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
     ).rename_axis("cell")
     cells["allocation"] = [allocation_text(entry["cell"]) for entry in entries.values()]
     cells["method"] = _method_keys(cells)
+    for kind in STEPS:
+        cells[f"{kind}_folder"] = [entry.get(kind) for entry in entries.values()]
     label_of_cell = labels(cells)
     is_repeated = cells.duplicated(list(AXES))
-    for cell in cells.index:
-        if is_repeated[cell]:
-            reader.record_gap("listed twice, counted once", label_of_cell[cell])
-    rows = _add_folders(cells[~is_repeated], entries)
+    for cell in cells.index[is_repeated]:
+        reader.record_gap("listed twice, counted once", label_of_cell[cell])
+    rows = cells[~is_repeated].copy()
     rows["removed"] = plans.removed_shares(rows, reader)
     for key, plans_of_ratio in groups(rows, ["model", "ratio"]):
         text = removed_text(plans_of_ratio["removed"], key["ratio"])
@@ -221,15 +222,6 @@ def _cells(document: Mapping[str, Any], reader: Reader) -> tuple[pd.DataFrame, E
     # a cell whose plan is missing counts as one that removes the requested ratio
     rows["removed"] = rows["removed"].fillna(rows["ratio"])
     return rows, {cell: entries[cell] for cell in rows.index}
-
-
-def _add_folders(cells: pd.DataFrame, entries: Entries) -> pd.DataFrame:
-    """Add the column "<kind>_folder" for each kind of step in STEPS."""
-    cell_entries = [entries[cell] for cell in cells.index]
-    columns: dict[str, Any] = {
-        f"{kind}_folder": [entry.get(kind) for entry in cell_entries] for kind in STEPS
-    }
-    return cells.assign(**columns)
 
 
 def allocation_text(cell: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import pandas as pd
 from moe_lab.analysis import names
 from moe_lab.analysis.load.plans import BYTES
 from moe_lab.analysis.load.reader import groups, time_and_memory
-from moe_lab.analysis.load.settings import ALL_BUT_ALLOCATION, is_searched, method_labels
+from moe_lab.analysis.load.settings import ALL_BUT_ALLOCATION, SEARCHED, method_labels
 from moe_lab.analysis.outputs.captions import MEBIBYTE, PEAKS, SEARCHES, run_setup
 from moe_lab.analysis.outputs.score_rows import (
     Block,
@@ -63,7 +63,7 @@ def _searches(
     cells = comparison.pruned_cells.join(results.study.searches)
     cells = cells.assign(label=method_labels(cells))
     for _, group in groups(sort_cells(cells, "ratio", "criterion"), ALL_BUT_ALLOCATION):
-        searched = group[group["allocation"].map(is_searched)]
+        searched = group[group["allocation"].str.startswith(SEARCHED)]
         if len(searched):
             yield group[group["allocation"] == "uniform"], searched
 
@@ -214,7 +214,7 @@ def density_figure(results: Results, comparison: Comparison) -> Figure | None:
     columns = {"Pruned": "removed_text", "Calibration": "calibration", "Allocation": "allocation"}
     texts = display_frame(cells, {**columns, "label": "method"})
     texts["panel"] = texts["Pruned"] + " pruned, " + texts["Calibration"]
-    panels_of_searches = texts["panel"][cells["allocation"].map(is_searched)]
+    panels_of_searches = texts["panel"][cells["allocation"].str.startswith(SEARCHED)]
     texts = texts[texts["panel"].isin(panels_of_searches)]
     # a row per expert, with share 0 or 1 here
     shares = results.study.retained.groupby(["cell", "layer"])["share"].mean().rename("y")
