@@ -35,8 +35,7 @@ class Results:
     @cached_property
     def _all_comparisons(self) -> list[Comparison]:
         """One comparison for each model."""
-        study = self.study
-        return compare(study.cells, study.results, study.samples, study.reader)
+        return compare(self.study)
 
     @cached_property
     def measured(self) -> list[Comparison]:
@@ -95,8 +94,6 @@ MakerT = TypeVar("MakerT", bound=Maker)
 MakerOfModel = Callable[[Results, Comparison], Figure | None]
 """Function (results, comparison of one model) that returns the figure of this model."""
 
-DEFAULT_NEEDS = "results of pruned models"
-
 
 @dataclass(frozen=True)
 class Output:
@@ -104,7 +101,7 @@ class Output:
 
     name: str
     make: Maker
-    needs: str = DEFAULT_NEEDS
+    needs: str = "results of pruned models"
     """What a run must include for this output to have data."""
     chapter: str = ""
     """The chapter of the report that shows the output; "" for an output that is made by name

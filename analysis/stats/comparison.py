@@ -16,7 +16,8 @@ import pandas as pd
 
 from moe_lab.analysis import names
 from moe_lab.analysis.load import evaluations, settings
-from moe_lab.analysis.load.reader import Reader, groups, records
+from moe_lab.analysis.load.reader import groups, records
+from moe_lab.analysis.load.study import Study
 from moe_lab.analysis.stats import uncertainty
 from moe_lab.analysis.stats.quantity import Quantity, common_quantity
 from moe_lab.analysis.stats.uncertainty import Estimate, Stratum
@@ -387,30 +388,18 @@ class Comparison:
         return panels
 
 
-def compare(
-    cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
-) -> list[Comparison]:
-    """Make one comparison for each model, in the order of `cells`.
+def compare(study: Study) -> list[Comparison]:
+    """Make one comparison for each model, in the order of the study's cells.
 
-    `reader` records a gap for each score that is not the mean of its items' outcomes.
-
-    cells, results, samples: see `Study`.
+    A gap is recorded for each score that is not the mean of its items' outcomes.
     """
-    return [
-        _comparison(
-            model_cells,
-            results[results["cell"].isin(model_cells.index)],
-            samples[samples["cell"].isin(model_cells.index)],
-            reader,
-        )
-        for _, model_cells in cells.groupby("model", sort=False)
-    ]
+    return [_comparison(study, cells) for _, cells in study.cells.groupby("model", sort=False)]
 
 
-def _comparison(
-    cells: pd.DataFrame, results: pd.DataFrame, samples: pd.DataFrame, reader: Reader
-) -> Comparison:
-    """Make the comparison of one model from its rows of the frames in `Study`."""
+def _comparison(study: Study, cells: pd.DataFrame) -> Comparison:
+    """Make the comparison of one model. cells: its rows of `Study.cells`."""
+    results = study.results[study.results["cell"].isin(cells.index)]
+    samples = study.samples[study.samples["cell"].isin(cells.index)]
     # perplexities keep their kind, because tables display them as perplexities
     quantities = {
         str(row["benchmark"]): Quantity(row["scale"], row["unit"])
@@ -427,7 +416,7 @@ def _comparison(
     outcomes = evaluations.outcome_matrices(samples, scores)
     labels = settings.labels(cells) if outcomes.unexplained_scores else {}
     for cell, benchmark in outcomes.unexplained_scores:
-        reader.record_gap(
+        study.reader.record_gap(
             f"the score of {benchmark} is not the mean of its items: it is not tested", labels[cell]
         )
     return Comparison(
