@@ -41,8 +41,8 @@ NOT_COMPARABLE, TRUNCATED, ROUNDED_TWICE = "not comparable: ", "truncated", "off
 """Prefixes of notes in the CSV files that affect how a published number is compared."""
 
 Key = tuple[str, float, str, str, str, str]
-"""Model, ratio, criterion, allocation, recovery and calibration set: the row of a published
-table."""
+"""Model, ratio (NaN if not stated), criterion, allocation, recovery and calibration set: the row of
+a published table."""
 
 
 @dataclass(frozen=True)
@@ -97,26 +97,22 @@ here; `coverage` is MoE-Slimming."""
 @cache
 def numbers() -> tuple[PublishedNumber, ...]:
     """All published numbers of the papers."""
-    rows = (row for paper in PAPERS for row in _read(paper))
-    return tuple(
-        PublishedNumber(
-            row["paper"], row["table"], _key(row), row["benchmark"], row["value"], row["note"]
+    numbers = []
+    for row in (row for paper in PAPERS for row in _read(paper)):
+        key = (
+            row["model"],
+            float(row["ratio"] or "nan"),
+            row["criterion"],
+            row["allocation"],
+            row["recovery"],
+            row["calibration"],
         )
-        for row in rows
-    )
-
-
-def _key(row: Mapping[str, str]) -> Key:
-    """The key of a row of a paper's CSV file; the ratio is NaN if not stated."""
-    ratio = float(row["ratio"] or "nan")
-    return (
-        row["model"],
-        ratio,
-        row["criterion"],
-        row["allocation"],
-        row["recovery"],
-        row["calibration"],
-    )
+        numbers.append(
+            PublishedNumber(
+                row["paper"], row["table"], key, row["benchmark"], row["value"], row["note"]
+            )
+        )
+    return tuple(numbers)
 
 
 @cache
