@@ -53,16 +53,11 @@ class Quantity:
         return "less is better" if self.lower_is_better else "more is better"
 
     @property
-    def name(self) -> str:
-        """Name of the kind: `score`, `perplexity`, or `loss (nats per token)`."""
-        return f"loss ({self.unit})" if self.scale == "loss" and self.unit else self.scale
-
-    @property
     def mean_name(self) -> str:
         """Name of a mean of such numbers: `Avg`, `Mean perplexity`, or `Loss (nats per token)`."""
-        if self.scale == "perplexity":
-            return "Mean perplexity"
-        return AVG if self.scale == "score" else names.capitalised(self.name)
+        if self.scale == "loss":
+            return f"Loss ({self.unit})" if self.unit else "Loss"
+        return AVG if self.scale == "score" else "Mean perplexity"
 
     def metric_text(self, metric: str) -> str:
         """Text for a metric: its name, such as `acc`. If less is better, the unit and the direction
@@ -70,7 +65,7 @@ class Quantity:
         if not self.lower_is_better:
             return metric
         unit = f"of the loss in {self.unit}" if self.scale == "perplexity" else self.unit
-        return f"{metric} ({', '.join(filter(None, (unit, self.direction)))})"
+        return f"{metric} ({names.comma_joined(unit, self.direction)})"
 
     def to_computed(self, displayed_numbers: Any) -> Any:
         """Convert displayed numbers to the numbers that are averaged and tested: perplexities
