@@ -60,7 +60,7 @@ class Results:
     @cached_property
     def scored_plans(self) -> pd.DataFrame:
         """The scores of all ranked plans, see `stats.ranking.scored_plans`."""
-        return scored_plans(self.rankings, self.comparisons)
+        return scored_plans(self.rankings)
 
     @cached_property
     def winners(self) -> pd.DataFrame:

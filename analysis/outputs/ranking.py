@@ -115,7 +115,7 @@ def _caption(rankings: Sequence[Ranking]) -> str:
 
 def _displayed_rows(ranking: Ranking) -> Numbers:
     """The rows of one ranking in `ranking_table`."""
-    rows = ranking.rows.assign(model=ranking.model, removed_text=ranking.pruned_text)
+    rows = ranking.rows.assign(model=ranking.comparison.model, removed_text=ranking.pruned_text)
     columns = {
         **CELL_COLUMNS,
         "Rank": "rank",

@@ -40,7 +40,7 @@ ABOVE_CHANCE, WITHIN_CHANCE, BELOW_CHANCE = "above chance", "within chance", "be
 class Ranking:
     """The plans of one model, ratio and gate, sorted from the best to the worst."""
 
-    model: str
+    comparison: Comparison
     pruned_text: str
     """Text with the removed share, and with the gate if the model has several."""
     quantity: Quantity
@@ -96,7 +96,6 @@ class _Group:
     request: tuple[float, str]
     """Requested ratio, and gate."""
     cells: pd.DataFrame
-    pruned_text: str
     target: Target
     """The columns over which the average is taken."""
 
@@ -123,8 +122,7 @@ def _groups(comparison: Comparison) -> Iterator[_Group]:
     for ratio, gate, cells in comparison.pruned_groups:
         target = overall_columns(comparison, list(cells.index))
         if ratio > 0 and target and comparison.score(target)[cells.index].notna().any():
-            pruned_text = cells["removed_text"].iloc[0]
-            yield _Group(comparison, (ratio, gate), cells, pruned_text, target)
+            yield _Group(comparison, (ratio, gate), cells, target)
 
 
 def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
@@ -159,8 +157,8 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
     leads = comparison.leads_of_best(target, methods) if len(methods) > 1 else []
     rows = _add_verdicts(rows, methods, leads, quantity)
     return Ranking(
-        comparison.model,
-        group.pruned_text,
+        comparison,
+        group.cells["removed_text"].iloc[0],
         quantity,
         rows,
         unpruned_score,
@@ -299,7 +297,7 @@ def remarks(ranking: Ranking) -> Iterator[str]:
         )
 
 
-def scored_plans(rankings: Sequence[Ranking], comparisons: Sequence[Comparison]) -> pd.DataFrame:
+def scored_plans(rankings: Sequence[Ranking]) -> pd.DataFrame:
     """The scores of all plans that are ranked, a row per plan and metric. Metrics are the AVERAGE
     and the displayed columns; columns of the result:
 
@@ -310,22 +308,17 @@ def scored_plans(rankings: Sequence[Ranking], comparisons: Sequence[Comparison])
     - status: see `Ranking.rows`; is_open: whether the plan is neither above chance nor among the
       best methods; panel: title of the ranking; method: the method's key
     """
-    frames = [
-        _scored_plans(ranking, comparison)
-        for ranking in rankings
-        for comparison in comparisons
-        if comparison.model == ranking.model
-    ]
-    return pd.concat(frames, ignore_index=True)
+    return pd.concat(map(_scored_plans, rankings), ignore_index=True)
 
 
-def _scored_plans(ranking: Ranking, comparison: Comparison) -> pd.DataFrame:
+def _scored_plans(ranking: Ranking) -> pd.DataFrame:
     """The rows of `scored_plans` for one ranking."""
+    comparison = ranking.comparison
     plans = ranking.scored_rows
     parts = plans["method"].map(names.method_parts)
     texts: dict[str, Any] = {
-        "panel": f"{ranking.model}, {ranking.pruned_text} pruned",
-        "Model": ranking.model,
+        "panel": f"{comparison.model}, {ranking.pruned_text} pruned",
+        "Model": comparison.model,
         "Pruned": ranking.pruned_text,
         "Calibration": plans["calibration"].map(names.calibration),
         "Criterion": plans["method"].map(names.method),
@@ -365,7 +358,7 @@ def headline(rankings: Sequence[Ranking]) -> str:
     compared = [ranking for ranking in rankings if ranking.chance]
     if not compared:
         best = [
-            f"{plan_name(records(ranking.scored_rows)[0])} on {ranking.model} "
+            f"{plan_name(records(ranking.scored_rows)[0])} on {ranking.comparison.model} "
             f"({ranking.pruned_text} pruned)"
             for ranking in rankings[:MAX_ENTRIES]
         ]
@@ -373,7 +366,7 @@ def headline(rankings: Sequence[Ranking]) -> str:
     above: dict[str, list[str]] = {}  # model -> criteria above chance
     for ranking in compared:
         plans = ranking.scored_rows[ranking.scored_rows["chance"] == ABOVE_CHANCE]
-        above.setdefault(ranking.model, []).extend(plans["method"].map(names.method))
+        above.setdefault(ranking.comparison.model, []).extend(plans["method"].map(names.method))
     winners = {model: list(dict.fromkeys(methods)) for model, methods in above.items() if methods}
     models = names.count(len(above), "model")
     if not winners:
@@ -392,7 +385,7 @@ def ranking_text(rankings: Sequence[Ranking]) -> str:
         quantity = f"{ranking.mean_name}, {ranking.quantity.direction}"
         lines = [
             (
-                f"{ranking.model}, {ranking.pruned_text} removed: {quantity} (unpruned "
+                f"{ranking.comparison.model}, {ranking.pruned_text} removed: {quantity} (unpruned "
                 f"{ranking.unpruned_score:.3f})"
             )
         ]
@@ -409,4 +402,4 @@ def ranking_text(rankings: Sequence[Ranking]) -> str:
         parts.append("\n".join([*lines, *(f"  {remark}" for remark in remarks(ranking))]))
     if len(rankings) > MAX_ENTRIES:
         parts.append(f"and {len(rankings) - MAX_ENTRIES} more rankings in the report")
-    return "\n\n".join(filter(None, parts))
+    return "\n\n".join(parts)
