@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_lab.analysis.names import FIGURE_FORMATS
 from moe_lab.arguments import Parser
 from moe_lab.errors import UserError, check_known, run_and_exit
 from moe_lab.paths import is_of_group, shorten, store_folder
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from moe_lab.analysis.load.study import Study
     from moe_lab.analysis.report import Publisher
 
+FIGURE_FORMATS = ("svg", "pdf", "png")
+"""File formats of figures; the first is the default."""
 EXIT_CODES = (
     "Ends with 0, with 1 when something is missing from the results (what is there is written), "
     "with 2 for a mistake."

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-FIGURE_FORMATS = ("svg", "pdf", "png")
-"""File formats of figures. SVG is always drawn as well, because the page shows it."""
-
 
 def count(number: int, noun: str, plural: str | None = None) -> str:
     """A number and its noun: `1 win`, `1,300 wins`."""
@@ -279,8 +276,7 @@ def allocation_name(allocation: str) -> str:
         return replacement_name
     if "path=" not in kind:
         kind = ALLOCATIONS.get(kind, kind.replace("_", " "))
-    name = _shorten_path(kind)
-    return comma_joined(replacement_name, name)
+    return comma_joined(replacement_name, _shorten_path(kind))
 
 
 def split_replacement(allocation: str) -> tuple[str, str]:

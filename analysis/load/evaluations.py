@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -158,12 +158,12 @@ ROUNDING = 1e-3
 class Outcomes:
     """Outcomes of the items of each benchmark, for the cells of one model."""
 
-    matrices: dict[str, np.ndarray] = field(default_factory=dict)
+    matrices: dict[str, np.ndarray]
     """Benchmark -> outcomes (cells, items), NaN where a cell was not asked an item. All outcomes of
     a cell are NaN if its score is not their mean."""
-    units: dict[str, np.ndarray] = field(default_factory=dict)
+    units: dict[str, np.ndarray]
     """Benchmark -> weights (items,), for benchmarks whose items have different weights."""
-    unexplained_scores: list[tuple[int, str]] = field(default_factory=list)
+    unexplained_scores: list[tuple[int, str]]
     """Pairs (cell, benchmark) whose score is not the mean of its outcomes, for benchmarks in
     `matrices`."""
 
@@ -179,7 +179,7 @@ def outcome_matrices(samples: pd.DataFrame, scores: pd.DataFrame) -> Outcomes:
     benchmark is left out if no score is explained, or if more scores are unexplained than
     explained.
     """
-    outcomes = Outcomes()
+    outcomes = Outcomes({}, {}, [])
     for benchmark, rows in samples.groupby("benchmark", sort=False):
         if benchmark not in scores.columns:
             continue

@@ -84,7 +84,7 @@ def agreement_table(results: Results) -> Table | None:
         machines += steps["machine"].dropna().tolist()
         seconds = steps["seconds"].to_dict()
         frame[SECONDS] = seconds["statistics"]
-        frame.loc[frame.index == ABLATION, SECONDS] = seconds[ABLATION]
+        frame.loc[ABLATION, SECONDS] = seconds[ABLATION]
         frame["Model"] = key["model"]
         frame["Calibration"] = names.calibration(key["calibration"])
         frame["Estimate"] = frame.index.map(MEASURES).map(names.capitalised)

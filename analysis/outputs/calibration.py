@@ -199,13 +199,8 @@ def overlap_table(results: Results) -> Table:
         caption="Share of the lowest experts that is the same under all calibration sets, mean "
         "over layers, and its expectation for random sets. (1,0,0) scores all experts alike. "
         f"Based on {pass_setup(results.study)}",
-        **frame_and_formats(overlaps.assign(variant=_variant_names(overlaps)), columns),
+        **frame_and_formats(overlaps.assign(variant=overlap.variant_names(overlaps)), columns),
     )
-
-
-def _variant_names(overlaps: pd.DataFrame) -> list[str]:
-    """The papers' name of the score S(b, alpha, beta) of each row."""
-    return [overlap.variant_name(*variant) for variant in overlaps[overlap.VARIANT].to_numpy(int)]
 
 
 OVERLAP = "a run with overlap=true and two calibration sets"
@@ -259,7 +254,7 @@ def overlap_maps(results: Results) -> list[Item]:
     rows = pd.concat(frames).sort_values("ratio", kind="stable")
     pruned = rows["ratio"].map(names.ratio)
     b, alpha, beta = (rows[name].astype(int).astype(str) for name in overlap.VARIANT)
-    texts = rows["overlap"].map("{:.2f} ".format) + _variant_names(rows)
+    texts = rows["overlap"].map("{:.2f} ".format) + overlap.variant_names(rows)
     squares = pd.DataFrame(
         {
             "x": "β=" + beta,

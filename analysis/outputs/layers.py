@@ -149,7 +149,7 @@ def budget_strips(budgets: pd.DataFrame, losses: pd.DataFrame) -> pd.DataFrame:
         loss = plan["loss"].to_numpy(float)
         smoothed = smooth(loss, plan["smoothing"].iloc[0]) if np.isfinite(loss).all() else loss
         frames.append(plan.assign(loss=loss / loss.mean(), smoothed=smoothed / smoothed.mean()))
-    return pd.concat(frames, ignore_index=True) if frames else rows.assign(smoothed=np.nan)
+    return pd.concat(frames, ignore_index=True)
 
 
 @output(
@@ -165,9 +165,10 @@ def budget_figure(results: Results, comparison: Comparison) -> Figure | None:
     A panel per plan with a row of squares for each of STRIPS, one square per layer."""
     study = results.study
     losses = study.layer_losses[study.layer_losses["model"] == comparison.model]
-    budgets = budget_strips(layer_budgets(study, comparison), losses)
+    budgets = layer_budgets(study, comparison)
     if budgets.empty:
         return None
+    budgets = budget_strips(budgets, losses)
     columns = [column for column in STRIPS if budgets[column].notna().any()]
     squares = (
         budgets.sort_values("layer", kind="stable")

@@ -13,12 +13,9 @@ from moe_lab.analysis.render.table import CELL_COLUMNS, Table, display_frame
 def artefact_table(results: Results) -> Table:
     """Folders of the store from which each cell's numbers come."""
     study = results.study
-    # cell -> folders
-    evaluation_folders = study.results.groupby("cell")["folder"].unique()
-    cells = study.cells.fillna({f"{kind}_folder": "" for kind in ("plan", "scores", "statistics")})
-    cells = cells.assign(
-        removed_text=removed_share_texts(cells),
-        evaluations=[" ".join(evaluation_folders.get(cell, [])) for cell in cells.index],
+    evaluations = study.results.drop_duplicates(["cell", "folder"]).groupby("cell")["folder"]
+    cells = study.cells.assign(
+        removed_text=removed_share_texts(study.cells), evaluations=evaluations.agg(" ".join)
     )
     text_columns = {
         **CELL_COLUMNS,
@@ -31,7 +28,7 @@ def artefact_table(results: Results) -> Table:
         title="Files behind each row",
         caption=f"Folders of steps in {study.store} or its packs. step.json has the step's "
         "identity, provenance and checksums; evaluations also have every item (samples.parquet).",
-        frame=display_frame(cells, text_columns),
+        frame=display_frame(cells, text_columns).fillna(""),
         formats={},
     )
 

@@ -193,4 +193,4 @@ def average_rank(columns: pd.DataFrame, *, lower_is_better: Collection[str] = ()
     Table 1 of Unified Expert Pruning prints ranks that follow from its printed benchmarks by this
     rule, up to rounding."""
     ranks = column_ranks(columns, lower_is_better=lower_is_better)
-    return ranks.mean(axis=1, skipna=False).rename("Avg Rank")
+    return ranks.mean(axis=1, skipna=False)

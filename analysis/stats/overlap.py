@@ -117,9 +117,12 @@ def proxy_overlap(family: pd.DataFrame, damage: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def variant_name(b: int, alpha: int, beta: int) -> str:
-    """The papers' name of a member of the S family, by default S(b,α,β)."""
-    return _VARIANT_NAMES.get((b, alpha, beta), f"S({b},{alpha},{beta})")
+def variant_names(overlaps: pd.DataFrame) -> list[str]:
+    """The papers' name of the member of the S family of each row, by default S(b,α,β)."""
+    return [
+        _VARIANT_NAMES.get((b, alpha, beta), f"S({b},{alpha},{beta})")
+        for b, alpha, beta in overlaps[VARIANT].to_numpy(int)
+    ]
 
 
 _VARIANT_NAMES = {

@@ -56,9 +56,7 @@ class Estimate:
         if self.methods > 2:
             # sqrt(2) as in `interval`
             return float(
-                studentized_range(
-                    np.array(ratio * np.sqrt(2)), self.methods, self.degrees_of_freedom
-                )
+                studentized_range(ratio * np.sqrt(2), self.methods, self.degrees_of_freedom)
             )
         return float(2 * stdtr(self.degrees_of_freedom, -ratio))
 
@@ -133,8 +131,10 @@ def leads_of_best(
     # (methods, plans): weights of plans in the mean score of each method
     plan_weights = (methods == np.arange(len(counts))[:, None]) / counts[:, None]
     # the sum over strata is the score of each plan
-    means = plan_weights @ np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
-    variances, degrees_of_freedom = _pooled_variances(strata, methods, plan_weights)
+    scores = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
+    means = plan_weights @ scores
+    deviations = scores - means[methods]
+    variances, degrees_of_freedom = _pooled_variances(strata, methods, plan_weights, deviations)
     errors = np.sqrt(variances[0] + variances[1:])
     return [
         Estimate(
@@ -148,7 +148,10 @@ def leads_of_best(
 
 
 def _pooled_variances(
-    strata: Sequence[Stratum], methods: np.ndarray, plan_weights: np.ndarray
+    strata: Sequence[Stratum],
+    methods: np.ndarray,
+    plan_weights: np.ndarray,
+    deviations: np.ndarray,
 ) -> tuple[np.ndarray, float]:
     """(variances of the methods' mean scores, degrees of freedom of all these variances), estimated
     from the plans of all methods together.
@@ -158,13 +161,12 @@ def _pooled_variances(
 
     - methods: for each plan, the number of its method
     - plan_weights: weights of plans in the mean score of each method (methods, plans)
+    - deviations: for each plan, its score minus the mean score of its method
     """
     method_freedom = len(plan_weights) - 1
     seed_freedom = len(methods) - len(plan_weights)
     # (methods,): 1 / n for a method with n seeds
     inverse_seeds = (plan_weights**2).sum(axis=1)
-    scores = np.sum([stratum.contributions.sum(axis=1) for stratum in strata], axis=0)
-    deviations = scores - (plan_weights @ scores)[methods]
     # the maximum avoids a division by 0 if each method has one plan
     seed_variances = (deviations**2).sum() / max(seed_freedom, 1) * inverse_seeds
     item_variance = 0.0  # V(method x item)
@@ -192,14 +194,14 @@ def _pooled_variances(
 
 
 @cache
-def range_quantile(methods: int, degrees_of_freedom: float = np.inf) -> float:
+def range_quantile(methods: int, degrees_of_freedom: float) -> float:
     """The value that the studentised range of `methods` means exceeds with probability LEVEL if the
     true means are equal."""
     from scipy.optimize import brentq  # takes a fifth of a second to import
 
     def excess(value: float) -> float:
         """Probability above LEVEL."""
-        return float(studentized_range(np.array(value), methods, degrees_of_freedom)) - LEVEL
+        return float(studentized_range(value, methods, degrees_of_freedom)) - LEVEL
 
     return float(brentq(excess, 0.0, 1e3))
 
@@ -210,7 +212,7 @@ _WEIGHTS = np.exp(-(_DEVIATES**2) / 2) / np.sqrt(2 * np.pi) * _STEP
 
 
 def studentized_range(
-    values: np.ndarray, methods: int, degrees_of_freedom: float = np.inf
+    values: float | np.ndarray, methods: int, degrees_of_freedom: float = np.inf
 ) -> np.ndarray:
     """For each of `values`, the probability that a studentised range exceeds the value.
 
