@@ -224,7 +224,7 @@ def remarks(
         sentences.append(
             f"Results were made with different commits of moe_lab: {', '.join(sorted(commits))}."
         )
-    for benchmark, item_counts in results.groupby("benchmark", sort=True)["n"].unique().items():
+    for benchmark, item_counts in results.groupby("benchmark")["n"].unique().items():
         if len(item_counts) > 1:
             counts_text = ", ".join(f"{n:g}" for n in sorted(item_counts))
             sentences.append(
@@ -245,7 +245,7 @@ def remarks(
         # benchmark -> largest number of unanswered items in one evaluation
         largest_counts = (
             results.merge(origins[["folder", column]], on="folder")
-            .groupby("benchmark", sort=True)[column]
+            .groupby("benchmark")[column]
             .max()
         )
         for benchmark, count in largest_counts[largest_counts > 0].items():
@@ -264,14 +264,9 @@ def mixed_metrics(results: pd.DataFrame, cells: pd.DataFrame) -> list[str]:
     """A sentence for every benchmark that was measured by different metrics on cells of the same
     model."""
     models = results["cell"].map(cells["model"])
-    is_mixed = (
-        results.groupby([results["benchmark"], models], sort=True)["metric"].transform("nunique")
-        > 1
-    )
+    is_mixed = results.groupby([results["benchmark"], models])["metric"].transform("nunique") > 1
     sentences = []
-    for benchmark, metrics in (
-        results[is_mixed].groupby("benchmark", sort=True)["metric"].unique().items()
-    ):
+    for benchmark, metrics in results[is_mixed].groupby("benchmark")["metric"].unique().items():
         metrics_text = ", ".join(sorted(map(str, metrics)))
         sentences.append(
             f"{benchmark} was measured by different metrics ({metrics_text}): its scores are not "

@@ -404,13 +404,12 @@ def calibrated_cells(study: Study, comparison: Comparison) -> pd.DataFrame:
     Added columns: "read" (number of valid tokens that the model's pass read of the set; NaN if it
     is unknown) and "source" (identifier of the text: sets that read different numbers of tokens of
     one text have equal identifiers)."""
-    reports = {
-        calibration: report
-        for (model, calibration), report in study.calibrations.items()
-        if model == comparison.model
-    }
-    reads = {calibration: passes.valid_tokens(report) for calibration, report in reports.items()}
-    sources = {name: str(report.get("sha256") or name) for name, report in reports.items()}
+    reads = {}
+    sources = {}
+    for (model, calibration), report in study.calibrations.items():
+        if model == comparison.model:
+            reads[calibration] = passes.valid_tokens(report)
+            sources[calibration] = str(report.get("sha256") or calibration)
     cells = comparison.pruned_cells
     cells = cells[cells["calibration"] != "none"]
     calibrations = cells["calibration"]

@@ -72,11 +72,7 @@ def calibration_overlap(family: pd.DataFrame) -> pd.DataFrame:
 def mean_over_models(overlaps: pd.DataFrame) -> pd.DataFrame:
     """Means over models of the values of `calibration_overlap` (Fig. 4), one row per ratio and
     variant."""
-    return (
-        overlaps.drop(columns="model")
-        .groupby(["ratio", *VARIANT], as_index=False, sort=True)
-        .mean()
-    )
+    return overlaps.drop(columns="model").groupby(["ratio", *VARIANT], as_index=False).mean()
 
 
 def component_effects(overlaps: pd.DataFrame) -> pd.DataFrame:

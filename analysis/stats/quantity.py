@@ -43,9 +43,7 @@ class Quantity:
 
     def sort_best_first(self, numbers: pd.Series) -> pd.Series:
         """Sort numbers from the best to the worst, NaN last."""
-        return numbers.sort_values(
-            ascending=self.lower_is_better, na_position="last", kind="stable"
-        )
+        return numbers.sort_values(ascending=self.lower_is_better, kind="stable")
 
     @property
     def direction(self) -> str:

@@ -145,7 +145,7 @@ def _ranking(group: _Group, groups: Sequence[_Group]) -> Ranking:
             f"{len(of_cell)} seeds and items" if len(of_cell) > 1 else "items"
             for of_cell in scores_of_seeds
         ],
-        spread=[quantity.to_displayed(of_cell).std(ddof=1) for of_cell in scores_of_seeds],
+        spread=[quantity.to_displayed(of_cell).std() for of_cell in scores_of_seeds],
         share=rows["score"] / unpruned_score,
     )
     # a comparison with chance is corrected for the number of plans in all groups of the model

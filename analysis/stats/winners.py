@@ -75,8 +75,6 @@ def winner_map(
     winners = pd.DataFrame(
         rows, columns=[*SETTINGS, "pruned", "calibration", "column", *_WINNER_COLUMNS]
     )
-    if winners.empty:
-        return winners
     winners["p_holm"] = np.nan
     for _, group in groups(winners, SETTINGS):
         winners.loc[group.index, "p_holm"] = uncertainty.holm(group["p"].to_numpy(float))
