@@ -112,7 +112,7 @@ def timing_note(machines: Iterable[str]) -> str:
         "Seconds are those of the process that finished a step, without the work of interrupted "
         "ones before it. "
     )
-    recorded_machines = [machine for machine in dict.fromkeys(machines) if machine]
+    recorded_machines = names.enumeration(filter(None, dict.fromkeys(machines)))
     if recorded_machines:
-        note += f"Measured on {names.enumeration(recorded_machines)}. "
+        note += f"Measured on {recorded_machines}. "
     return note

@@ -145,11 +145,12 @@ def speed_table(results: Results) -> Table | None:
 def conditions(study: Study) -> str:
     """Sentences for captions on the conditions under which requests were timed."""
     timings = study.timings
-    devices = " / ".join(map(str, timings["device"].dropna().unique()))
-    dtypes = " / ".join(map(str, timings["dtype"].dropna().unique()))
+    devices, dtypes, new_tokens = (
+        " / ".join(map(str, timings[column].dropna().unique()))
+        for column in ("device", "dtype", "new_tokens")
+    )
     threads = " / ".join(f"{count:g}" for count in timings["threads"].dropna().unique())
     repeats = timings["repeat"].max() + 1  # numbered from 0
-    new_tokens = " / ".join(map(str, timings["new_tokens"].unique()))
     return (
         f"{repeats} requests each, {new_tokens} new tokens after the first one, {dtypes} on "
         f"{devices}, {threads} threads, load of the machine up to {timings['load'].max():.1f}; run "

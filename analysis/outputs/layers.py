@@ -123,9 +123,9 @@ def layer_budgets(study: Study, comparison: Comparison) -> pd.DataFrame:
             plan = study.reader.json(folder, "plan.json") or {}
             parameters = row["parameters"] | (plans.allocation_of(plan).get("parameters") or {})
             # the name of the setting differs between allocations
-            smoothings = [parameters[name] for name in SMOOTHING if name in parameters]
+            smoothings = (parameters[name] for name in SMOOTHING if name in parameters)
             texts = {name: row[name] for name in columns}
-            smoothing = str([*smoothings, DEFAULT_SMOOTHING][0])
+            smoothing = next(smoothings, DEFAULT_SMOOTHING)
             frames.append(budgets.assign(**texts, smoothing=smoothing))
     return stacked(frames, [*BUDGETS, *columns, "smoothing"])
 

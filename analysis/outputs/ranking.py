@@ -88,7 +88,7 @@ def _separated(ranking: Ranking) -> pd.DataFrame:
     """Booleans: whether a plan's average is the best and is separated from all others by a test."""
     verdicts = ranking.rows["verdict"]
     is_separated = SEPARATED in set(verdicts) and not set(verdicts) & {TIED, UNTESTED}
-    return pd.DataFrame({ranking.mean_name: (verdicts == BEST) & is_separated})
+    return pd.DataFrame({ranking.quantity.mean_name: (verdicts == BEST) & is_separated})
 
 
 _SHARED_RANKS = "Scores that are equal when printed share a rank."
@@ -116,22 +116,23 @@ def _caption(rankings: Sequence[Ranking]) -> str:
 def _displayed_rows(ranking: Ranking) -> Numbers:
     """The rows of one ranking in `ranking_table`."""
     rows = ranking.rows.assign(model=ranking.comparison.model, removed_text=ranking.pruned_text)
+    mean = ranking.quantity.mean_name
     columns = {
         **CELL_COLUMNS,
         "Rank": "rank",
-        ranking.mean_name: "score",
+        mean: "score",
         "Interval over": "over",
         "Of unpruned": "share",
         "Spread": "spread",
         "Behind": "behind",
         "p": "p",
         "Status": "status",
-        f"{ranking.mean_name} low": "low",
-        f"{ranking.mean_name} high": "high",
+        f"{mean} low": "low",
+        f"{mean} high": "high",
         "Behind low": "behind_low",
         "Behind high": "behind_high",
     }
-    lower_is_better = {ranking.mean_name} if ranking.quantity.lower_is_better else set()
+    lower_is_better = {mean} if ranking.quantity.lower_is_better else set()
     return Numbers(display_frame(rows, columns), lower_is_better)
 
 

@@ -69,11 +69,6 @@ class Ranking:
     differ."""
 
     @property
-    def mean_name(self) -> str:
-        """Name of the average, such as Avg."""
-        return self.quantity.mean_name
-
-    @property
     def scored_rows(self) -> pd.DataFrame:
         """The plans that have a score."""
         return self.rows[self.rows["score"].notna()]
@@ -382,7 +377,7 @@ def ranking_text(rankings: Sequence[Ranking]) -> str:
     rankings."""
     parts = ["\n".join([headline(rankings), *overview(rankings)])] if rankings else []
     for ranking in rankings[:MAX_ENTRIES]:
-        quantity = f"{ranking.mean_name}, {ranking.quantity.direction}"
+        quantity = f"{ranking.quantity.mean_name}, {ranking.quantity.direction}"
         lines = [
             (
                 f"{ranking.comparison.model}, {ranking.pruned_text} removed: {quantity} (unpruned "
