@@ -222,15 +222,16 @@ def _finished(entry: Document) -> dict[str, str]:
 def _merge(old: Document, new: Document) -> Document:
     """Merge the entries of one cell in two records: `old` in the earlier record, `new` in the later
     record. Each step and benchmark is copied from `new` if it is finished there, else from `old`.
-    All are copied from `new` if the entries are about different weights. The entry "differing" has
-    the fields and benchmarks for which `old` and `new` have steps with different ids."""
+    All are copied from `new` if the entries are about different weights. If `old` and `new` have
+    steps with different ids, the entry "differing" has their fields and benchmarks."""
     old_folders, new_folders = _finished(old), _finished(new)
     differing = [
         name
         for name in old_folders.keys() & new_folders.keys()
         if start_of(old_folders[name]) != start_of(new_folders[name])
     ]
-    new = {**new, "differing": sorted({*old.get("differing", ()), *differing})}
+    if all_differing := sorted({*old.get("differing", ()), *differing}):
+        new = {**new, "differing": all_differing}
     if set(differing) & set(STEPS).difference(MEASUREMENTS):
         return new
     finished = {**old_folders, **new_folders}
