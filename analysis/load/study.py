@@ -153,11 +153,6 @@ def load(store: Path, name: str) -> Study:
     )
 
 
-REMARKABLE = 0.01
-"""A remark names a benchmark if a calibration set contains more than this share of the benchmark's
-items that are long enough to be looked for."""
-
-
 def _difference_remarks(entries: Entries, cells: pd.DataFrame) -> list[str]:
     """Sentences about cells that several runs or studies have with different settings."""
     label_of_cell = labels(cells)
@@ -171,6 +166,11 @@ def _difference_remarks(entries: Entries, cells: pd.DataFrame) -> list[str]:
         "runs: the latest results count."
         for fields, cell_labels in labels_of_fields.items()
     ]
+
+
+REMARKABLE = 0.01
+"""A remark names a benchmark if a calibration set contains more than this share of the benchmark's
+items that are long enough to be looked for."""
 
 
 def _contamination_remarks(contaminations: passes.Reports) -> list[str]:
